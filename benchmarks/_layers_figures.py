@@ -101,7 +101,7 @@ class Plan:
         """Times are a GPU's, and communication is out of the picture, or meant."""
         return self.is_gpu and (self.ranks.comm.size == 1 or self.limits.on_ranks)
 
-    def told(self) -> Iterator[str]:
+    def lines(self) -> Iterator[str]:
         """Lines on what was not measured as it was meant to be."""
         yield from (f"left out: {what}: {why}" for what, why in self.left_out.items())
         yield from (f"not compiled or captured: {line}" for line in self.eager)

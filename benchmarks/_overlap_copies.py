@@ -98,9 +98,9 @@ class Copies:
         """Copy a piece to the host."""
         self._out.copy(self._sink.data_ptr(), piece.data_ptr(), self._part(piece.nbytes))
 
-    def keep(self, own: Tensor, into: Tensor) -> None:
+    def keep(self, piece: Tensor, into: Tensor) -> None:
         """Copy what stays on this rank."""
-        self._into.copy(into.data_ptr(), own.data_ptr(), own.nbytes)
+        self._into.copy(into.data_ptr(), piece.data_ptr(), piece.nbytes)
 
     def begin(self) -> None:
         """Let copies follow what is queued on the current stream."""

@@ -21,7 +21,7 @@ import mdfuse as mf
 from mdfuse import DeviceMesh
 from mdfuse.hir.rank.pipelines import project
 from mdfuse.seeing import Costs
-from mdfuse.seeing.memory import memory_of
+from mdfuse.seeing.memory_use import memory_of
 
 #: The bubble as a multiple of the formula's, the time of torch's, the peak as predicted.
 _BUBBLE, _TIME, _PEAK = 1.05, 1.0, 1.05

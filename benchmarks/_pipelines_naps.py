@@ -48,12 +48,12 @@ class Nap:
 def register(nap: Nap) -> Any:
     """Return an operation x w^T that sleeps, whose gradients sleep as long, each by itself."""
 
-    def add(name: str, call: Callable[[Tensor, Tensor], Tensor], rule: str, **more: Any) -> Any:
+    def add(name: str, call: Callable[[Tensor, Tensor], Tensor], rule: str, **fields: Any) -> Any:
         def sleeping(a: Tensor, b: Tensor) -> Tensor:
             nap.take()
             return call(a, b)
 
-        return mf.register_op(name, sleeping, rule, meta=call, **more)
+        return mf.register_op(name, sleeping, rule, meta=call, **fields)
 
     inward = add("nap_inward", torch.matmul, "b e!, e! d -> b d")
     weights = add("nap_weights", lambda ct, x: ct.T @ x, "b e, b d -> e d", reduces={"b": "sum"})
@@ -128,7 +128,7 @@ def _places(size: int, schedule: str) -> list[DeviceMesh]:
     return [*groups, *(groups if schedule == "interleaved" else reversed(groups))]
 
 
-def _made(ranks: Ranks, nap: Any, schedule: str, microbatches: int) -> _Naps:
+def _naps_of(ranks: Ranks, nap: Any, schedule: str, microbatches: int) -> _Naps:
     """A stage is `h w^T`; the gradients of all weights, and of what comes in."""
     places = _places(ranks.comm.size, schedule)
     batch = [_ROWS * microbatches, _WIDTH]
@@ -176,7 +176,7 @@ def rows(ranks: Ranks, lengths: Sequence[float], microbatches: int, rounds: int)
     nap, size = Nap(), ranks.comm.size
     op = register(nap)
     programs = {
-        name: _made(ranks, op, name, microbatches) for name in _possible(size, microbatches)
+        name: _naps_of(ranks, op, name, microbatches) for name in _possible(size, microbatches)
     }
     for naps in programs.values():
         for _ in range(2):  # the second run has a plan

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Layout
-from mdfuse.backends.c10d.groups import LIBRARIES
+from mdfuse.backends.c10d.group_openers import LIBRARIES
 from mdfuse.bootstrap import detect
 from mdfuse.cli import screen
 from mdfuse.torch_private import HashStore

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mdfuse import evaluator
-from mdfuse.plan import capturing, graphs
+from mdfuse.plan import capture_plans, graphs
 
 
 class _Nothing:
@@ -52,7 +52,7 @@ def stand_in() -> None:
     which.HostIrEvaluator._may_capture = lambda *_: True
     which.HostIrEvaluator._may_compile = lambda *_: False
     which.check_graph = lambda *_: None
-    module: Any = capturing
+    module: Any = capture_plans
     module.capture_stream = lambda _: _Stream()
     module.CudaRecorder = _Recorder
     of_plans: Any = graphs

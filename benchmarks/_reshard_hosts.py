@@ -18,7 +18,7 @@ from mdfuse.communication import Communication
 from mdfuse.layouts.boxes import box_size
 from mdfuse.layouts.kinds import POINT_TO_POINT
 from mdfuse.layouts.layout import Placement
-from mdfuse.reshard.bound import crossing_bound
+from mdfuse.reshard.lower_bounds import crossing_bound
 from mdfuse.reshard.steps import steps
 
 #: Constants of the model: ns per message, bytes per ns within a host, and between hosts.

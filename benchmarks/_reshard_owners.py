@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mdfuse import Layout
-from mdfuse.reshard.bound import cells_of, cut_in_cells
+from mdfuse.reshard.lower_bounds import cells_of, cut_in_cells
 
 _ROUNDS = 300
 
@@ -34,16 +34,16 @@ def worst(source: Layout, goal: Layout, shape: tuple[int, ...]) -> float:
     return _least(extra, (need * elements).sum(1))
 
 
-def _least(more: Any, needed: Any) -> float:
+def _least(volumes: Any, needed: Any) -> float:
     """Return the most that prices say."""
     least, say = 0.0, np.zeros(len(needed))
     for n in range(_ROUNDS):
         prices = np.exp(say - say.max())
         prices = prices / prices.sum()
-        priced = prices[:, None] * more
+        priced = prices[:, None] * volumes
         cheapest = priced.min(0)
         least = max(least, float(prices @ needed + cheapest.sum()))
         is_taken = priced <= cheapest + 1e-12
-        comes = needed + (is_taken / is_taken.sum(0) * more).sum(1)
+        comes = needed + (is_taken / is_taken.sum(0) * volumes).sum(1)
         say = say + 4 / math.sqrt(1 + n) * (comes / comes.max() - 1)
     return least

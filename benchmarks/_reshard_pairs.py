@@ -19,7 +19,7 @@ from mdfuse.layouts.boxes import box_size
 from mdfuse.layouts.kinds import POINT_TO_POINT
 from mdfuse.layouts.layout import Placement
 from mdfuse.reshard import Step, with_type
-from mdfuse.reshard.bound import Moved, bound
+from mdfuse.reshard.lower_bounds import Moved, bound
 
 __all__ = ["Moved", "blocked_pairs", "bound", "moved", "pairs", "posts", "sender_spread"]
 
@@ -27,7 +27,7 @@ Pair = tuple[Layout, Layout]
 
 
 def layouts(
-    mesh: DeviceMesh, ndim: int, ops: Sequence[str] = (), more: Sequence[Placement] = ()
+    mesh: DeviceMesh, ndim: int, ops: Sequence[str] = (), others: Sequence[Placement] = ()
 ) -> Iterator[Layout]:
     """Yield every layout of a tensor on a mesh, every order of axes that split one dim included.
 
@@ -35,9 +35,9 @@ def layouts(
         mesh: the mesh.
         ndim: how many dims the tensor has.
         ops: by which reduce ops it may be Partial.
-        more: placements besides; where they do not go with others, there is no such layout.
+        others: placements besides; where they do not go with others, there is no such layout.
     """
-    kinds: list[Placement] = [Replicate(), *map(Shard, range(ndim)), *map(Partial, ops), *more]
+    kinds: list[Placement] = [Replicate(), *map(Shard, range(ndim)), *map(Partial, ops), *others]
     for chosen in product(kinds, repeat=mesh.ndim):
         splits: dict[int, list[str]] = defaultdict(list)
         for axis, placement in zip(mesh.axes, chosen, strict=True):
@@ -48,7 +48,7 @@ def layouts(
             try:
                 yield Layout(mesh, placements, dict(zip(splits, order, strict=True)))
             except LayoutError:
-                if not more:
+                if not others:
                     raise
 
 

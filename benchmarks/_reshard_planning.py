@@ -81,8 +81,8 @@ def _planned(draw: random.Random, one: DeviceMesh, other: DeviceMesh) -> float:
     return (time.process_time_ns() - start) / 1e6
 
 
-def _layout(draw: random.Random, mesh: DeviceMesh, *more: Placement) -> Layout:
-    kinds = [Replicate(), Shard(0), Shard(1), *more]
+def _layout(draw: random.Random, mesh: DeviceMesh, *others: Placement) -> Layout:
+    kinds = [Replicate(), Shard(0), Shard(1), *others]
     placements = {a: draw.choice(kinds) for a in mesh.axes}
     order = dict[int, list[str]]()
     for axis in draw.sample(mesh.axes, len(mesh.axes)):

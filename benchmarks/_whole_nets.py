@@ -95,10 +95,13 @@ class Block(nn.Module):
             linear(h).view(rows, tokens, -1, self.head).transpose(1, 2)
             for linear in (self.q, self.k, self.v)
         )
-        q, k = turned(q, cos, sin), turned(k, cos, sin)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        y = self.averaged(turned(q, cos, sin), turned(k, cos, sin), v)
         projected: Tensor = self.o(y.transpose(1, 2).reshape(rows, tokens, -1))
         return projected
+
+    def averaged(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the causal attention of heads, [rows, heads, tokens, head]."""
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
     def entered(self, x: Tensor) -> Tensor:
         """Return all tokens; ranks that split heads gather them."""

@@ -21,7 +21,7 @@ from torch import Tensor
 import mdfuse as mf
 from mdfuse.backends.base import Poster
 from mdfuse.cli import screen
-from mdfuse.cli.report import size_text
+from mdfuse.cli.rich_tables import size_text
 from mdfuse.layouts.call import Call
 
 _RESULTS = Path(__file__).parent / "results"

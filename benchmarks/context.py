@@ -25,10 +25,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from _measure import Contender, Report, Row, device_time, host_time, interleave, show
 from _ranks import Ranks, start_or_alone
-from _whole_nets import SMALL, Block, Size, angles, turned
+from _whole_nets import SMALL, Block, Size, angles
 from torch import Tensor, nn
 
 import mdfuse as mf
@@ -93,19 +92,11 @@ def _exchanged(x: Tensor, gathered: int, split: int) -> Tensor:
 class UlyssesBlock(Block):
     """The block by hand, with positions split outside of attention, and heads inside of it."""
 
-    def attended(self, h: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def averaged(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend to all positions, by this rank's heads."""
-        rows, tokens, _ = h.shape
-        q, k, v = (
-            linear(h).view(rows, tokens, -1, self.head).transpose(1, 2)
-            for linear in (self.q, self.k, self.v)
-        )
-        q, k = turned(q, cos, sin), turned(k, cos, sin)
         q, k, v = (_Heads.apply(x.contiguous(), 2, 1) for x in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        y = _Heads.apply(y.contiguous(), 1, 2)
-        projected: Tensor = self.o(y.transpose(1, 2).reshape(rows, tokens, -1))
-        return projected
+        y: Tensor = _Heads.apply(super().averaged(q, k, v).contiguous(), 1, 2)
+        return y
 
 
 @dataclass(kw_only=True)

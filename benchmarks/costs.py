@@ -38,8 +38,8 @@ from rich.table import Table
 import mdfuse as mf
 from mdfuse.cli import screen
 from mdfuse.cli.calibration.command import calibrated
-from mdfuse.cli.report import time_text, titled
-from mdfuse.seeing.cost_tables import CostTable, found, machine_of, parsed
+from mdfuse.cli.rich_tables import time_text, titled
+from mdfuse.seeing.cost_tables import CostTable, find_table, machine_of, parsed
 from mdfuse.seeing.traces import last_run
 
 _RESULTS = Path(__file__).parent / "results"
@@ -188,7 +188,7 @@ def table_of(ranks: Ranks, file: Path | None) -> CostTable:
     if file is not None:
         return parsed(file.read_text(encoding="utf-8"))
     machine = machine_of(ranks.device, ranks.comm.backend)
-    table, words = found(machine)
+    table, words = find_table(machine)
     for line in words:
         screen.output().print(line)
     is_right = table is not None and table.ranks == ranks.comm.size

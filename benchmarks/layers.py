@@ -148,7 +148,7 @@ def main() -> None:
     )
     path = _measure(plan, _chosen(arguments, ranks.comm.size), arguments)
     if ranks.comm.rank == 0:
-        for line in plan.told():
+        for line in plan.lines():
             screen.output().print(line, markup=False, soft_wrap=True)
         screen.output().print(f"written: {path}", soft_wrap=True)
         draw([path], path.with_suffix(".svg"))

@@ -40,7 +40,7 @@ from _ranks import Ranks, start
 import mdfuse as mf
 from mdfuse.cli import screen
 from mdfuse.seeing import Costs
-from mdfuse.seeing.named_tables import HERE, here, named
+from mdfuse.seeing.named_tables import HERE, named, table_here
 
 _RESULTS = Path(__file__).parent / "results"
 
@@ -130,7 +130,7 @@ def _costs(arguments: argparse.Namespace, note: Callable[[str], None]) -> Costs 
     backend = arguments.backend or "auto"
     if arguments.costs != HERE:
         return named(arguments.costs, backend)[0]
-    table, words = here(backend)
+    table, words = table_here(backend)
     for line in words:
         note(f"costs: {line}")
     return table.costs if table is not None else None

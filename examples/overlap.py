@@ -16,7 +16,7 @@ import torch
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard, Stream
-from mdfuse.cli.running import run_build
+from mdfuse.cli.run_command import run_build
 
 TOKENS, WIDTH, HIDDEN = 96, 64, 256
 

@@ -139,8 +139,8 @@ class Simulated(llama.Simulated):
     def __init__(self, program: mf.Program) -> None:
         self.program, self.state = program, llama.state()
 
-    def __call__(self, tokens: Tensor, targets: Tensor, *rest: Tensor) -> float:
-        return super().__call__(*inputs_of(self.program, tokens, targets, rest[-1]))
+    def __call__(self, tokens: Tensor, targets: Tensor, *others: Tensor) -> float:
+        return super().__call__(*inputs_of(self.program, tokens, targets, others[-1]))
 
 
 class Launched:
@@ -159,8 +159,8 @@ class Launched:
             return None
         return mf.shard_tensor(x, layout, rank=self.comm.rank).to(self.comm.device).contiguous()
 
-    def __call__(self, tokens: Tensor, targets: Tensor, *rest: Tensor) -> float:
-        inputs = inputs_of(self.program, tokens, targets, rest[-1])
+    def __call__(self, tokens: Tensor, targets: Tensor, *others: Tensor) -> float:
+        inputs = inputs_of(self.program, tokens, targets, others[-1])
         names = self.program.fusion.inputs[: len(inputs)]
         loss, _ = self.step(*map(self.part, names, inputs))
         return float("nan") if loss is None else float(loss)  # only the first rank group has it

@@ -19,7 +19,7 @@ import torch
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard
-from mdfuse.cli.running import run_build
+from mdfuse.cli.run_command import run_build
 
 TOKENS, WIDTH, HIDDEN = 96, 64, 256
 

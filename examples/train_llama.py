@@ -34,7 +34,7 @@ import mdfuse as mf
 from mdfuse import DeviceMesh, Shard
 from mdfuse.bootstrap import detect
 from mdfuse.cli import screen
-from mdfuse.cli.execution import local_inputs
+from mdfuse.cli.launched_runs import local_inputs
 from mdfuse.cli.program_file import parse_mesh
 
 BYTES, WIDTH, HEADS, KV_HEADS, HIDDEN, LAYERS = 256, 64, 4, 2, 128, 2

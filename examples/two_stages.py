@@ -17,7 +17,7 @@ import torch
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard
-from mdfuse.cli.running import run_build
+from mdfuse.cli.run_command import run_build
 
 BATCH, WIDTH, HIDDEN = 32, 64, 128
 

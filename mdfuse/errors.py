@@ -247,7 +247,7 @@ class BackendError(MdfuseError):
     """A backend or launcher that is missing, unusable or failing."""
 
 
-def told(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """Return the text of an error for other ranks; one of mdfuse needs no class name."""
     name = type(error).__name__
     return str(error) if isinstance(error, MdfuseError) else f"{name}: {error}".rstrip(": ")

@@ -25,11 +25,11 @@ from mdfuse.plan.build import Plan, build
 from mdfuse.plan.dynamic_shapes import Lengths
 from mdfuse.plan.fusing import Fuser
 from mdfuse.plan.index_checks import IndexChecks, has_tables
+from mdfuse.plan.invalid_names import check_names
 from mdfuse.plan.kept import Plans
-from mdfuse.plan.names import check_names
-from mdfuse.plan.posts import groups
-from mdfuse.plan.progress import stage
-from mdfuse.plan.runnable import CheckedPlan, Once, Runnable
+from mdfuse.plan.posting import groups
+from mdfuse.plan.progress_bar import stage
+from mdfuse.plan.runnable import ByCall, Once, Runnable, checked, once
 from mdfuse.plan.signature import Signature, signature_of
 from mdfuse.runs.arguments import (
     by_name,
@@ -40,12 +40,12 @@ from mdfuse.runs.arguments import (
     not_buffers,
     numbers,
 )
-from mdfuse.runs.capturing import captured_by_caller, check_capture, check_graph
-from mdfuse.runs.repeats import Again, never, permission, repeated
-from mdfuse.runs.tracing import align, noted, trace_of
+from mdfuse.runs.capture_checks import captured_by_caller, check_capture, check_graph
+from mdfuse.runs.repeated_runs import Again, never, permission, repeated
+from mdfuse.runs.run_notes import align, noted, trace_of
 from mdfuse.runtime.agreement.programs import agree, first_run
 from mdfuse.runtime.sharing import Posters, arena, posters
-from mdfuse.runtime.watch.running import RunCount
+from mdfuse.runtime.watch.plan_position import RunCount
 from mdfuse.torch_private import untraced
 
 if TYPE_CHECKING:
@@ -368,12 +368,13 @@ class HostIrEvaluator:
         assert self._signature is not None
         plan = self._built(communicator, arguments, out, self._signature.stream())
         plan = noted(plan, self.options, communicator)
-        if self._checks is not None:
-            meet = partial(agree, self.program.name, communicator=communicator)
-            return CheckedPlan(plan, self._checks, meet)
-        if not self._may_capture(communicator):
-            return plan
-        return Once(plan, plan.addresses(arguments, out))
+        if self._checks is not None or not self._may_capture(communicator):
+            return self._checked(plan, communicator)
+        return once(plan, plan.addresses(arguments, out))
+
+    def _checked(self, plan: Plan | ByCall, communicator: Communicator) -> Plan | ByCall:
+        meet = partial(agree, self.program.name, communicator=communicator)
+        return plan if self._checks is None else checked(plan, self._checks, meet)
 
     def _may_capture(self, communicator: Communicator) -> bool:
         options = options_from_environment(self.options)
@@ -382,7 +383,7 @@ class HostIrEvaluator:
 
     def _captured(
         self,
-        once: Once,
+        known: Once,
         arguments: Sequence[Any],
         out: Sequence[Any] | None,
         communicator: Communicator,
@@ -392,12 +393,12 @@ class HostIrEvaluator:
         Raises:
             ProgramError: all was to be captured, and some of it cannot.
         """
-        from mdfuse.plan.capturing import graphs_of
+        from mdfuse.plan.capture_plans import graphs_of
 
         assert self._signature is not None
         stream, name = self._signature.stream(), self._tally.title
         graphs = graphs_of(
-            once,
+            known,
             arguments,
             out,
             partial(self._built, communicator),
@@ -408,7 +409,7 @@ class HostIrEvaluator:
             is_all=options_from_environment(self.options).graph == "always",
         )
         if graphs is None:
-            return once.plan
+            return known.plan
         communicator.hold(graphs)
         return graphs
 

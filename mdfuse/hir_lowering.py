@@ -8,9 +8,9 @@ from functools import partial
 from typing import Literal
 
 from mdfuse.config import Options, backend_choice, options_from_environment
-from mdfuse.hir.emit.blocks import Pipeline
-from mdfuse.hir.emit.program import emit
+from mdfuse.hir.emit.host_program import emit
 from mdfuse.hir.emit.sets import Orders
+from mdfuse.hir.emit.stage_blocks import Pipeline
 from mdfuse.hir.passes import (
     assign_streams,
     block_streams,
@@ -36,7 +36,6 @@ from mdfuse.passes import (
     chunk_losses,
     compute_again,
     count_rows,
-    creations,
     decompose,
     drop_unread,
     fill_ways,
@@ -49,14 +48,15 @@ from mdfuse.passes import (
     settle_partials,
     spread_streams,
     streams,
+    unsent_numbers,
     widen_sums,
 )
 from mdfuse.passes.in_place import drop_rows, write_through
 from mdfuse.passes.segment_ids import with_ids
 from mdfuse.passes.segmentation import Section, ShouldMerge, merge_composite, segment
 from mdfuse.passes.sharded import (
+    cheap_operands,
     context,
-    gather_factors,
     keep_splits,
     share_heads,
     split_scans,
@@ -84,15 +84,15 @@ PASSES: tuple[tuple[str, Pass], ...] = (
     # Needs the split dims, also of the results of earlier passes; makes Partials.
     (decompose.name, decompose.run),
     # Needs the layouts in which values are read; what is read whole yields no Partials.
-    (gather_factors.name, gather_factors.run),
+    (cheap_operands.name, cheap_operands.run),
     # Needs to know the ops that pass a Partial on; infers anew the values after a reduction.
     (settle_partials.name, settle_partials.run),
     # Needs the layouts that tensors of numbers copy; the next passes need all readers.
-    ("creations.alone", creations.alone),
+    ("creations.alone", unsent_numbers.alone),
     # Before sets exist, since it decides which sets reduce-scatter instead of all-reduce.
     (reduce_scatter_creation.name, reduce_scatter_creation.run),
     # Needs the layouts in which values are read in the end; before sets exist, which would send.
-    ("creations.where_read", creations.where_read),
+    ("creations.where_read", unsent_numbers.where_read),
     # Afterwards every expression but set runs without communication.
     (insert_reshards.name, insert_reshards.run),
     # Knows every layout; later passes only drop values.

@@ -266,9 +266,9 @@ class DeviceMesh:
             index = index * n + i
         return index
 
-    def team(self, rank: int, axis: str, *more: str) -> tuple[int, ...]:
+    def team(self, rank: int, axis: str, *axes: str) -> tuple[int, ...]:
         """The ranks that differ from `rank` only along these axes, the last axis fastest."""
-        positions, coordinate = [*map(self.axis_index, (axis, *more))], self.coordinate(rank)
+        positions, coordinate = [*map(self.axis_index, (axis, *axes))], self.coordinate(rank)
         if coordinate is None:
             raise MeshError(f"rank {rank} is not in {self}", hint=f"its ranks: {self._describe()}")
         places = [self._ravel(coordinate)]

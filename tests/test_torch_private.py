@@ -112,7 +112,7 @@ def test_the_compilers_folder_is_known_without_the_compiler(
             monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", place)
         assert torch_private.cache_folder() == Path(cache_dir())
     code = (
-        "import sys; from mdfuse.seeing.named_tables import here; here(); "
+        "import sys; from mdfuse.seeing.named_tables import table_here; table_here(); "
         "assert 'torch._inductor' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

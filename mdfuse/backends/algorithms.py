@@ -225,11 +225,11 @@ def _ring(call: Call, blocks: Sequence[_Range]) -> list[Round]:
     ]
 
 
-def _shared(call: Call, blocks: Sequence[_Range], own: Piece) -> Round:
+def _shared(call: Call, blocks: Sequence[_Range], piece: Piece) -> Round:
     """Bring each member's own piece into its block of dst on all the others."""
     return Round(
         recvs=tuple(Transfer(r, Piece("dst", *blocks[j])) for j, r in _others(call)),
-        sends=tuple(Transfer(r, own) for _, r in _others(call)),
+        sends=tuple(Transfer(r, piece) for _, r in _others(call)),
         is_shared=True,
     )
 
@@ -253,11 +253,11 @@ def _operands(call: Call, blocks: Sequence[_Range]) -> tuple[Round, Piece]:
 
 
 def _reduced(
-    call: Call, blocks: Sequence[_Range], target: Piece, rest: Iterable[Round] = ()
+    call: Call, blocks: Sequence[_Range], target: Piece, then: Iterable[Round] = ()
 ) -> Composition:
-    """Reduce each member's own block into `target`, then go on with `rest`."""
+    """Reduce each member's own block into `target`, `then` go on."""
     step, rows = _operands(call, blocks)
-    following, *last = [*rest] or [Round()]
+    following, *last = [*then] or [Round()]
     following = replace(following, local=(Reduce(rows, target), *following.local))
     end = target.stop if target.side == "scratch" else rows.stop
     return Composition(steps=(step, following, *last), scratch=end)
@@ -340,7 +340,7 @@ def _gather(call: Call, sizes: Sizes) -> Composition:
         return Composition(steps=(Round(sends=(Transfer(root, piece),)),))
     size = sizes.dsts[0] // max(len(call.parts), 1)
     blocks = zip(call.parts, (Piece("dst", *b) for b in _equal(size, len(call.parts))), strict=True)
-    local, others = _kept(call, blocks)
+    local, others = _local_part(call, blocks)
     step = Round(
         local=tuple(Copy(piece, block) for block in local),
         recvs=tuple(Transfer(r, block) for r, block in others),
@@ -356,7 +356,7 @@ def _scatter(call: Call, sizes: Sizes) -> Composition:
     count = source_blocks(call)
     size = sizes.srcs[0] // max(count, 1)
     pieces = (Piece("src", b * size, b * size + size) for b in call.blocks)
-    local, others = _kept(call, zip(call.parts, pieces, strict=True))
+    local, others = _local_part(call, zip(call.parts, pieces, strict=True))
     step = Round(
         local=tuple(Copy(block, piece) for block in local),
         sends=tuple(Transfer(r, block) for r, block in others),
@@ -364,7 +364,7 @@ def _scatter(call: Call, sizes: Sizes) -> Composition:
     return Composition(steps=(step,))
 
 
-def _kept(
+def _local_part(
     call: Call, blocks: Iterable[tuple[int, Piece]]
 ) -> tuple[list[Piece], list[tuple[int, Piece]]]:
     """Separate the pieces that stay on this rank from those of other ranks, each with its rank."""

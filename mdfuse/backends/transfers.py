@@ -54,7 +54,7 @@ def composer(
     """
 
     @lru_cache(_SIZES_KEPT)
-    def made(count: int, dtype: torch.dtype, *numels: int) -> Made:
+    def composed_for(count: int, dtype: torch.dtype, *numels: int) -> Made:
         if call.kind in REDUCING:
             check_reduction(call.reduce_op, dtype)
         small = _ANY_SIZE if small_bytes is None else small_bytes // dtype.itemsize
@@ -64,7 +64,7 @@ def composer(
 
     def composed(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Made:
         buffers = (*srcs, *dsts)
-        return made(len(srcs), buffers[0].dtype, *map(Tensor.numel, buffers))
+        return composed_for(len(srcs), buffers[0].dtype, *map(Tensor.numel, buffers))
 
     return composed
 

@@ -10,10 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from mdfuse.cli import screen
-from mdfuse.cli.costs import costs_named
-from mdfuse.cli.layouts import parse_layouts, placed
+from mdfuse.cli.named_costs import costs_named
 from mdfuse.cli.program_file import call_build, load_build
-from mdfuse.cli.report import size_range, time_text, titled
+from mdfuse.cli.rich_tables import size_range, time_text, titled
+from mdfuse.cli.stated_layouts import parse_layouts, placed
 from mdfuse.compiled.program import Program, compile, lowered
 from mdfuse.hir.program import HostProgram
 from mdfuse.mesh import DeviceMesh

@@ -91,14 +91,14 @@ def run(
         raise typer.BadParameter("--sim names the mesh already", param_hint="--mesh")
     simulated, launched = _mesh(sim, "--sim"), _mesh(mesh, "--mesh")
     with screen.errors():
-        from mdfuse.cli import running
+        from mdfuse.cli import run_command
         from mdfuse.cli.program_file import load_build
 
         build = load_build(file)
         if simulated is not None:
-            running.simulate(build, simulated)
+            run_command.simulate(build, simulated)
         else:
-            running.launch(build, launched, str(file))
+            run_command.launch(build, launched, str(file))
 
 
 @app.command(
@@ -160,7 +160,7 @@ def dump(
     assert chosen is not None
     with screen.errors():
         from mdfuse.cli.program_file import call_build, load_build
-        from mdfuse.cli.report import layout_pictures, program_text
+        from mdfuse.cli.rich_tables import layout_pictures, program_text
 
         with screen.progress("building"):
             definition, inputs = call_build(load_build(file), chosen)
@@ -278,7 +278,7 @@ def merge(
 ) -> None:
     """Merge traces by one clock into a file for https://ui.perfetto.dev."""
     with screen.errors():
-        from mdfuse.cli.tracing import merged
+        from mdfuse.cli.trace_command import merged
 
         merged(paths, out)
 

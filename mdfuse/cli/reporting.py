@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mdfuse.cli import screen
-from mdfuse.cli.costs import costs_named
+from mdfuse.cli.named_costs import costs_named
 from mdfuse.cli.program_file import call_build, load_build
 from mdfuse.compiled.pipeline import pipeline
 from mdfuse.compiled.program import Program, compile

@@ -9,8 +9,9 @@ from mdfuse.config import Options, backend_choice, options_from_environment
 from mdfuse.ir.graph import Expr, Fusion, Value
 from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard
 from mdfuse.passes import chunk_losses, count_rows
+from mdfuse.passes.prices import received_bytes
 from mdfuse.passes.strategy import dim_map
-from mdfuse.reshard import Carriers, elements_received
+from mdfuse.reshard import Carriers
 
 #: Reshards are mentioned that bring more than this share of all bytes that arrive.
 _SHARE = 0.1
@@ -41,13 +42,9 @@ def advice(fusion: Fusion, options: Options | None = None) -> Iterator[str]:
 
 
 def _bytes(fusion: Fusion, expr: Expr, carriers: Carriers) -> int:
-    """Return the bytes that a set brings to the rank that receives most.
-
-    An expanded dim counts as one element, since it travels as one.
-    """
-    value = fusion.values[expr.reads[0]]
-    shape, (before, after) = value.travels(fusion.layout(value.name), fusion.layout(expr.output))
-    return round(elements_received(before, after, shape, carriers) * value.dtype.itemsize)
+    """Return the bytes that a set brings to the rank that receives most."""
+    (x,), layout = expr.reads, fusion.layout
+    return round(received_bytes(fusion.values[x], layout(x), layout(expr.output), carriers))
 
 
 def _lines(fusion: Fusion, expr: Expr, size: int, total: int) -> Iterator[str]:

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar, cast
 
-from mdfuse.errors import BackendError, ProgramError, told
+from mdfuse.errors import BackendError, ProgramError, message_of
 from mdfuse.frontend.given import refused
 from mdfuse.frontend.importing import save as saving
 from mdfuse.runtime.agreement.rendezvous import raise_alike
@@ -64,7 +64,7 @@ def together(comm: Together | None, what: str, act: Callable[[], T]) -> T:
             f"rank {rank} could not {what}", where=text.splitlines(), because=because
         )
 
-    raise_alike(problem, comm.all_ok(None if problem is None else told(problem)), elsewhere)
+    raise_alike(problem, comm.all_ok(None if problem is None else message_of(problem)), elsewhere)
     return cast("T", returned)
 
 

@@ -49,7 +49,7 @@ class Trial:
         self.best = self.plain
 
     @property
-    def told(self) -> str:
+    def decision(self) -> str:
         """The decision, in a line."""
         assert self.seconds is not None
         plain, chunks = (f"{s * 1e3:.3g} ms" for s in self.seconds)

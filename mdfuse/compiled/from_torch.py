@@ -13,18 +13,18 @@ from mdfuse.compiled.imported import ImportedModel
 from mdfuse.errors import DefinitionError, LayoutError
 from mdfuse.frontend import given
 from mdfuse.frontend.importing.activations import Noted, places_of
-from mdfuse.frontend.importing.blocks import blocks_of
+from mdfuse.frontend.importing.block_patterns import blocks_of
 from mdfuse.frontend.importing.budget import within
-from mdfuse.frontend.importing.buffers import numbers_of
 from mdfuse.frontend.importing.build import Model, constants_of
 from mdfuse.frontend.importing.capture import ExportedModule, capture
 from mdfuse.frontend.importing.fold import Folded, live_nodes
+from mdfuse.frontend.importing.missing_buffers import numbers_of
 from mdfuse.frontend.importing.place import Patterns, Placed
 from mdfuse.frontend.importing.recomputed import recomputed
 from mdfuse.frontend.importing.staged import given_meshes, in_stages, patterns_by_mesh
 from mdfuse.frontend.importing.unknown_ops import check_known
 from mdfuse.mesh import DeviceMesh
-from mdfuse.plan.progress import stage
+from mdfuse.plan.progress_bar import stage
 
 
 def from_torch(

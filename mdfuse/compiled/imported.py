@@ -25,16 +25,16 @@ from mdfuse.frontend.importing import save as saving
 from mdfuse.frontend.importing.build import Model, record
 from mdfuse.frontend.importing.called import called
 from mdfuse.frontend.importing.gathers import warnings_of
-from mdfuse.frontend.importing.microbatches import microbatches_of
+from mdfuse.frontend.importing.import_report import of_rows, report
 from mdfuse.frontend.importing.place import Patterns, nearest
-from mdfuse.frontend.importing.report import of_rows, report
+from mdfuse.frontend.importing.step_batches import microbatches_of
 from mdfuse.frontend.importing.train import Optimizer, define_step
 from mdfuse.frontend.spec import TensorSpec
 from mdfuse.ir.graph import Fusion
 from mdfuse.layouts.layout import Layout
 from mdfuse.names import as_name
 from mdfuse.pipelines.schedules import Schedule
-from mdfuse.plan.progress import progress
+from mdfuse.plan.progress_bar import progress
 from mdfuse.runtime.communicator import Communicator
 from mdfuse.trees import flattened, unflattened
 
@@ -415,7 +415,7 @@ class ImportedModel:
         rank = None if rank is None else given.rank_of(call, rank)
         device = None if device is None else given.device_of(call, device)
         called = loading.names_of(call, rename)
-        checkpoint = loading.opened(self._own if source is None else source)
+        checkpoint = loading.opened(self._parameters if source is None else source)
         wanted = [tuple(map(called, captured.parameters[n].names)) for n in self.model.parameters]
         checkpoint = loading.with_starts(checkpoint, self._starts(called))
         others = [called(name) for p in captured.unused for name in p.names]
@@ -475,7 +475,7 @@ class ImportedModel:
         return {called(n): x for n, x in (starts | dict(self.model.folded.buffers)).items()}
 
     @cached_property
-    def _own(self) -> dict[str, Tensor]:
+    def _parameters(self) -> dict[str, Tensor]:
         """The module's own parameters, by all of their names."""
         parameters = self.model.captured.parameters.values()
         empty = [p.name for p in parameters if p.tensor.is_meta]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,16 +28,16 @@ from mdfuse.hir_lowering import Batch
 from mdfuse.ir.graph import Fusion
 from mdfuse.leaves.carrier import JobCarrier, LocalCarrier
 from mdfuse.leaves.deal import LEAVES, Deal
-from mdfuse.leaves.run import LeafCode, LeafRun, on_ranks
+from mdfuse.leaves.leaf_run import LeafCode, LeafRun, on_ranks
 from mdfuse.mesh import DeviceMesh
 from mdfuse.passes import meshes
 from mdfuse.passes.segmentation import ShouldMerge
-from mdfuse.plan.runnable import ByCall, CheckedPlan, Runnable
+from mdfuse.plan.runnable import ByCall, Runnable
 from mdfuse.plan.signature import signature_of
 from mdfuse.runtime.agreement.programs import agree, fingerprint
 from mdfuse.runtime.communicator import Communicator
 from mdfuse.runtime.sharing import posters
-from mdfuse.runtime.watch.running import RunCount
+from mdfuse.runtime.watch.plan_position import RunCount
 from mdfuse.seeing.costs import Costs
 from mdfuse.seeing.timeline import Timeline
 
@@ -189,12 +189,9 @@ class LeafEvaluator(HostIrEvaluator):
             numbers=any(code.shown.types[n].layout is None for n in code.shown.inputs),
             may_overlap=bool(code.shown.aliases) or out is not None,
             records=any(isinstance(x, Tensor) and x.requires_grad for x in xs),
-            forget=run.forget,
+            release=run.forget,
         )
-        if self._checks is None:
-            return plan
-        meet = partial(agree, self.program.name, communicator=communicator)
-        return CheckedPlan(plan, self._checks, meet)
+        return self._checked(plan, communicator)
 
 
 def _evaluator_of(code: LeafCode, options: Options | None) -> LeafEvaluator:

@@ -24,8 +24,8 @@ from mdfuse.passes.overlap import Form, OverlapWindow
 from mdfuse.passes.segment_ids import with_ids
 from mdfuse.passes.segmentation import Section, ShouldMerge
 from mdfuse.seeing.costs import H100, Costs
-from mdfuse.seeing.memory import memory_of
-from mdfuse.seeing.named_tables import HERE, here, named
+from mdfuse.seeing.memory_use import memory_of
+from mdfuse.seeing.named_tables import HERE, named, table_here
 from mdfuse.seeing.rank_classes import rank_classes
 from mdfuse.seeing.report.numbers import size_text
 from mdfuse.seeing.timeline import on_ranks
@@ -263,7 +263,7 @@ def find(
 
 
 def _in_chunks(
-    chooser: _Chooser, streamed: Fusion, before: Timed, found: Timed, told: list[str]
+    chooser: _Chooser, streamed: Fusion, before: Timed, ahead: Timed, lines: list[str]
 ) -> tuple[Timed, Timed]:
     """Return the best program, without posts ahead of their place and with them.
 
@@ -271,19 +271,19 @@ def _in_chunks(
         chooser: of the fusion.
         streamed: the fusion with all forms that were chosen.
         before: the program one after the other.
-        found: the same, with posts ahead of their place.
-        told: gets a line.
+        ahead: the same, with posts ahead of their place.
+        lines: gets a line.
     """
-    rooms = (0, found.room) if found.room else (0,)
+    rooms = (0, ahead.room) if ahead.room else (0,)
     timed = chooser.priced("the whole program in chunks", lambda: chooser.timed(streamed, rooms))
     if timed is None:
-        return before, found
+        return before, ahead
     best = min(timed, key=lambda x: x.seconds)
-    whole = f"the whole program: {_ms(best.seconds)} predicted, {_ms(found.seconds)} one after"
-    if best.seconds > found.seconds:
-        told.append(f"left as it is after all: {whole} the other")
-        return before, found
-    told.append(f"{whole} the other, by {chooser.costs.name}")
+    whole = f"the whole program: {_ms(best.seconds)} predicted, {_ms(ahead.seconds)} one after"
+    if best.seconds > ahead.seconds:
+        lines.append(f"left as it is after all: {whole} the other")
+        return before, ahead
+    lines.append(f"{whole} the other, by {chooser.costs.name}")
     return timed[0], best
 
 
@@ -349,13 +349,13 @@ def _table(options: Options) -> tuple[Costs | None, float, list[str]]:
     if options.costs != HERE:
         costs, error = named(options.costs, usual)
     else:
-        table, lines = here(usual)
+        table, lines = table_here(usual)
         if table is None and not is_measured:
             return None, 0.0, [*lines, "left as it is: mdfuse calibrate writes a table of costs"]
         if table is None:
             return H100, 0.0, [*lines, f"what is tried is chosen by {H100.name}"]
         costs, error = table.costs, table.mean_error
-    if not costs.links:  # which `here` says last
+    if not costs.links:  # which `table_here` says last
         lines = [*lines[:-1], f"no links in {costs.name}: those of {H100.name} count"]
         costs = replace(costs, links=H100.links)
     return costs, 0.0 if is_measured else error, lines

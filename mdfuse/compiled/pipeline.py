@@ -16,7 +16,7 @@ from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import DefinitionError, counted, listed, shown
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.frontend.given import check_definition
-from mdfuse.hir.emit.blocks import Pipeline
+from mdfuse.hir.emit.stage_blocks import Pipeline
 from mdfuse.hir.program import HostProgram
 from mdfuse.hir_lowering import Batch
 from mdfuse.ir.graph import Fusion
@@ -192,13 +192,13 @@ def _left(host: HostProgram, options: Options | None) -> OverlapDecisions | None
     return left(host, why, options_from_environment(options))
 
 
-def _stages(made: Fusion, wanted: str | Schedule | None) -> Stages:
+def _stages(fusion: Fusion, wanted: str | Schedule | None) -> Stages:
     """Return the stages of a fusion as a schedule has them: cut at idle sets if it turns there."""
-    stages = find_stages(made)
+    stages = find_stages(fusion)
     if isinstance(wanted, str) and wanted in NAMED and NAMED[wanted].turns:
-        return find_stages(made, at_sets=True)
+        return find_stages(fusion, at_sets=True)
     if isinstance(wanted, Schedule) and wanted.stages > len(stages.meshes):
-        return find_stages(made, at_sets=True)
+        return find_stages(fusion, at_sets=True)
     return stages
 
 

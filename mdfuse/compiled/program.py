@@ -19,7 +19,7 @@ from mdfuse.compiled.backend_report import between_carriers, elsewhere, staging,
 from mdfuse.compiled.microbatch_lines import microbatch_lines
 from mdfuse.compiled.overlap import OverlapDecisions
 from mdfuse.compiled.post_reasons import post_reason
-from mdfuse.compiled.segments import Segment, kept, last_uses, segments_of
+from mdfuse.compiled.segments import Segment, last_uses, program_limit, segments_of
 from mdfuse.compiled.specialisations import Lowering, Lowerings, lowerings_of
 from mdfuse.config import Options, environment, not_options, options_from_environment
 from mdfuse.errors import MdfuseError, ProgramError, counted, listed, shown
@@ -28,16 +28,16 @@ from mdfuse.extents.extent import example, mapped, with_numbers
 from mdfuse.frontend.cache import NamedDefinition, program_of
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.frontend.given import check_definition
-from mdfuse.hir.capture import eager
 from mdfuse.hir.copies import copies
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.rank.pipelines import project
 from mdfuse.hir.traffic import received
+from mdfuse.hir.uncapturable import eager
 from mdfuse.ir.graph import Fusion
 from mdfuse.passes.segmentation import ShouldMerge, check_merge
 from mdfuse.plan.inductor import start_workers
 from mdfuse.plan.kept import Plans
-from mdfuse.plan.progress import stage
+from mdfuse.plan.progress_bar import stage
 from mdfuse.runs.arguments import has_dtensors
 from mdfuse.runs.extents import (
     LocalExtents,
@@ -128,7 +128,7 @@ class Program:
     @cached_property
     def _numbered(self) -> Cache[Program]:
         """The programs for extents that were asked for."""
-        return Cache(kept(self.options))
+        return Cache(program_limit(self.options))
 
     @cached_property
     def last_uses(self) -> tuple[tuple[int, ...], ...]:
@@ -216,7 +216,7 @@ class Program:
     @cached_property
     def _evaluators(self) -> Cache[HostIrEvaluator]:
         """The evaluators on this rank, one for each host program and options."""
-        return Cache(kept(self.options))
+        return Cache(program_limit(self.options))
 
     @cached_property
     def _local_extents(self) -> LocalExtents:
@@ -326,7 +326,7 @@ class Program:
     def _keep(self, trial: Trial) -> None:
         """Run the faster form from now on."""
         self.__dict__["_usual"] = trial.best
-        self.__dict__["_measured"] = trial.told
+        self.__dict__["_measured"] = trial.decision
 
     def _overlap_told(self) -> Iterator[str]:
         if self.overlap is not None:
@@ -341,7 +341,7 @@ class Program:
 
         Shapes determine the extents that were not given.
         """
-        return Cache(kept(self.options))
+        return Cache(program_limit(self.options))
 
     def _evaluator(self, host: HostProgram, options: Options | None) -> HostIrEvaluator:
         key = id(host), options
@@ -399,7 +399,7 @@ def _launches(host: HostProgram, last: HostIrEvaluator | None) -> Iterator[str]:
     if not units:
         return
     yield f"launches: {len(units)}, of {sum(len(i.body) for i in units)} local instructions"
-    yield from (f"  {line}" for line in (last.fuser.told() if last is not None else ()))
+    yield from (f"  {line}" for line in (last.fuser.report_lines() if last is not None else ()))
 
 
 def _graphs(host: HostProgram, options: Options | None) -> Iterator[str]:

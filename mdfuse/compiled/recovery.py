@@ -31,7 +31,7 @@ from mdfuse.errors import ProgramError, counted, listed, user_source
 from mdfuse.extents.extent import is_symbolic
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.frontend.importing import load as loading
-from mdfuse.frontend.importing.lines import called_at
+from mdfuse.frontend.importing.module_lines import called_at
 from mdfuse.ir.graph import Fusion, dtype_name
 from mdfuse.layouts.boxes import Box, box_size, boxes_of, index_of, within
 from mdfuse.layouts.endpoints import Side
@@ -221,7 +221,7 @@ def recovered(
     """
     do = partial(together, comm, f"recover the state of @{after.name}")
     goal = do(partial(_checked, holding, after, names))
-    versions = comm.all_ok(_told(holding))
+    versions = comm.all_ok(_holding_text(holding))
     choice = do(partial(_chosen, holding, goal, versions, comm, or_from))
     recovery, parts = None, dict[str, Tensor | None]()
     if choice.before:
@@ -254,7 +254,7 @@ def _checked(holding: Holding | None, after: Fusion, names: Sequence[str]) -> Va
     return goal
 
 
-def _told(holding: Holding | None) -> str | None:
+def _holding_text(holding: Holding | None) -> str | None:
     """Return this rank's versions for the others, with the layouts of all values; None: it is new.
 
     A new process learns them so; all others have the same.

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 LIMIT = 32
 
 
-def kept(options: Options | None) -> int:
+def program_limit(options: Options | None) -> int:
     """Return the limit on programs of known extents: a plan is reached through its program."""
     return max(LIMIT, options_from_environment(options).plans)
 
@@ -185,7 +185,7 @@ class Segment:
     @cached_property
     def _numbered(self) -> Cache[Segment]:
         """The segments for extents that were asked for."""
-        return Cache(kept(self.options))
+        return Cache(program_limit(self.options))
 
     @property
     def _some(self) -> Segment:
@@ -236,12 +236,12 @@ def _segment(
     )
 
 
-def last_uses(segments: Sequence[Segment], kept: Iterable[int]) -> tuple[tuple[int, ...], ...]:
+def last_uses(segments: Sequence[Segment], lasting: Iterable[int]) -> tuple[tuple[int, ...], ...]:
     """Return for each segment the ids of the definition that nothing needs after it.
 
-    Ids in `kept` are needed to the end.
+    Ids in `lasting` are needed to the end.
     """
-    needed, unneeded = {*kept}, []
+    needed, unneeded = {*lasting}, []
     for segment in reversed(segments):
         used = dict.fromkeys(segment.map[i] for i in (*segment.inputs, *segment.outputs))
         unneeded.append(tuple(i for i in used if i not in needed))

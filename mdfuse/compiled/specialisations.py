@@ -9,7 +9,7 @@ from functools import cached_property, partial
 
 from mdfuse import hir_lowering
 from mdfuse.caching import Cache
-from mdfuse.compiled.segments import Segment, kept, segments_of
+from mdfuse.compiled.segments import Segment, program_limit, segments_of
 from mdfuse.config import Options
 from mdfuse.errors import MdfuseError, ProgramError
 from mdfuse.extents.assumptions import Assumptions, Guard, assuming
@@ -75,7 +75,7 @@ class Lowerings:
     @cached_property
     def _hosts(self) -> Cache[HostProgram]:
         """The host programs for extents that were asked for."""
-        return Cache(kept(self.options))
+        return Cache(program_limit(self.options))
 
     @property
     def symbols(self) -> tuple[str, ...]:

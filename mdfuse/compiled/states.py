@@ -219,16 +219,18 @@ def _unreadable(path: Path, why: str) -> ProgramError:
     return ProgramError(f"{path} cannot be read", because=lines[0], hint="Step.save wrote it")
 
 
-def _check_types(path: Path, types: Mapping[str, str], here: Mapping[str, str], cast: bool) -> None:
+def _check_types(
+    path: Path, types: Mapping[str, str], wanted: Mapping[str, str], cast: bool
+) -> None:
     """Raise ProgramError for a state of other names, dtypes (where none is cast), or layouts."""
-    wrong = [n for n, said in here.items() if not _is_fit(types.get(n), said, cast)]
-    gone = [n for n in types if n not in here]
+    wrong = [n for n, said in wanted.items() if not _is_fit(types.get(n), said, cast)]
+    gone = [n for n in types if n not in wanted]
     if wrong or gone:
         name = (wrong or gone)[0]
-        others = _is_fit(types.get(name), here.get(name, ""), True)
+        others = _is_fit(types.get(name), wanted.get(name, ""), True)
         raise ProgramError(
             f"{path} is of another state: %{name} is {types.get(name, 'not in it')}",
-            because=f"the program has {here.get(name, 'no such state')}",
+            because=f"the program has {wanted.get(name, 'no such state')}",
             hint="load(folder, cast=True) casts floats"
             if others
             else "load what the same program saved, on as many ranks; for other layouts "
@@ -236,11 +238,11 @@ def _check_types(path: Path, types: Mapping[str, str], here: Mapping[str, str], 
         )
 
 
-def _is_fit(there: str | None, here: str, cast: bool) -> bool:
+def _is_fit(there: str | None, wanted: str, cast: bool) -> bool:
     """Return whether two types are equal, up to the floating dtype where floats are cast."""
-    if there == here or there is None or not cast:
-        return there == here
-    (a, kind), (b, other) = (x.partition(" ")[::2] for x in (there, here))
+    if there == wanted or there is None or not cast:
+        return there == wanted
+    (a, kind), (b, other) = (x.partition(" ")[::2] for x in (there, wanted))
     return kind == other and loading.is_cast(_dtype(a), _dtype(b))
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from mdfuse.compiled import states
 from mdfuse.compiled.background import Saver
-from mdfuse.compiled.parts import part_of_batch
 from mdfuse.compiled.program import Program
 from mdfuse.compiled.recovery import Holding, Recovery, members_of, recovered, values_of
+from mdfuse.compiled.step_parts import part_of_batch
 from mdfuse.compiled.versions import Versions
 from mdfuse.errors import ProgramError, counted
 from mdfuse.frontend.given import by_name, flag, refused

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.compiled.parts import part_of_batch, part_of_state
 from mdfuse.compiled.pipeline import pipeline
 from mdfuse.compiled.program import Program, compile
 from mdfuse.compiled.step import Step, moved, resumed
+from mdfuse.compiled.step_parts import part_of_batch, part_of_state
 from mdfuse.compiled.step_stats import StepMeter, StepStats, flops_of
 from mdfuse.config import Options
 from mdfuse.errors import ProgramError, counted, listed
 from mdfuse.frontend import given
 from mdfuse.frontend.definition import FusionDefinition
-from mdfuse.frontend.importing.microbatches import BatchCut, inputs_of
-from mdfuse.frontend.importing.report import named
+from mdfuse.frontend.importing.import_report import named
+from mdfuse.frontend.importing.step_batches import BatchCut, inputs_of
 from mdfuse.frontend.importing.train import COUNT, StepDefinition
 from mdfuse.ir.graph import Fusion
 from mdfuse.runtime.communicator import init

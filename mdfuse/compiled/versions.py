@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mdfuse.evaluator import HostIrEvaluator
-from mdfuse.runtime.watch.running import causes, wrote
+from mdfuse.runtime.watch.plan_position import causes, wrote
 
 State = Mapping[str, Tensor | None]
 

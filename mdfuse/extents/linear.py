@@ -36,16 +36,18 @@ class Linear(NamedTuple):
         factors = dict(self.factors)
         for term, n in other.factors:
             factors[term] = factors.get(term, 0) + times * n
-        return made(factors, self.constant + times * other.constant, self.modulus)
+        return simplified(factors, self.constant + times * other.constant, self.modulus)
 
     def with_term(self, term: Term, other: Linear) -> Linear:
         """Return this with a sum in the place of a term."""
         n = self.factor(term)
-        others = made({t: f for t, f in self.factors if t != term}, self.constant, self.modulus)
+        others = simplified(
+            {t: f for t, f in self.factors if t != term}, self.constant, self.modulus
+        )
         return others.plus(other, n) if n else self
 
 
-def made(factors: Mapping[Term, int], constant: int, modulus: int = 0) -> Linear:
+def simplified(factors: Mapping[Term, int], constant: int, modulus: int = 0) -> Linear:
     """Return a sum in the form in which equal sums are equal."""
     if modulus:
         factors, constant = {t: n % modulus for t, n in factors.items()}, constant % modulus
@@ -85,4 +87,4 @@ def linear(index: Index | bool, modulus: int = 0) -> Linear | None:
     if left.factors and right.factors:
         return None
     number, factor = (right, left) if left.factors else (left, right)
-    return made({}, 0, modulus).plus(factor, number.constant)
+    return simplified({}, 0, modulus).plus(factor, number.constant)

@@ -290,8 +290,8 @@ def _walk(node: Node) -> Iterator[Node]:
         left += node.children.values()
 
 
-def _count(n: int, one: str, more: str | None = None) -> str:
-    return f"{n} {one if n == 1 else more or one + 's'}"
+def _count(n: int, one: str, plural: str | None = None) -> str:
+    return f"{n} {one if n == 1 else plural or one + 's'}"
 
 
 def _described(leaf: Leaf) -> str:

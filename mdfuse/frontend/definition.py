@@ -202,7 +202,7 @@ class FusionDefinition:
         shape = tuple(shape) if type(shape) is list else shape
         ordered = None if places is None else self._key(places)
         key = ("tensor", self._key(shape), self._key(dtype), ordered, place)
-        handle = self._made(key, (shape, dtype, places, place), name)
+        handle = self._added(key, (shape, dtype, places, place), name)
         self.inputs.append(handle.id)
         self._dims += len(handle.fact.shape)
         return handle
@@ -218,7 +218,7 @@ class FusionDefinition:
             name: how programs print it.
         """
         key = ("scalar", self._key(value), self._key(dtype))
-        handle = self._made(key, (value, dtype), name)
+        handle = self._added(key, (value, dtype), name)
         if value is None:
             self.inputs.append(handle.id)
         return handle
@@ -375,7 +375,7 @@ class FusionDefinition:
 
     # -- the trie --------------------------------------------------------------------------------
 
-    def _made(self, key: tuple[Any, ...], arguments: tuple[Any, ...], name: str | None) -> Handle:
+    def _added(self, key: tuple[Any, ...], arguments: tuple[Any, ...], name: str | None) -> Handle:
         """Record a call that makes a value, and return its handle."""
         if name is not None:
             _check_name(name)

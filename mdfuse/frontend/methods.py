@@ -244,16 +244,16 @@ class Methods:
         """`x.to(dtype)`."""
         return self.to(dtype)
 
-    def to(self, dtype: Any = None, *more: Any, **settings: Any) -> Handle:
+    def to(self, dtype: Any = None, *further: Any, **settings: Any) -> Handle:
         """Another dtype (or another value's); the value itself if it has it already."""
         if not isinstance(dtype, torch.dtype) and isinstance(dtype, Methods):
             dtype = dtype.dtype
-        if settings.get("memory_format") == torch.channels_last and self.ndim == 4 and not more:
+        if settings.get("memory_format") == torch.channels_last and self.ndim == 4 and not further:
             self = self._call("stride_order", (3, 0, 2, 1))
             dtype, settings = self.dtype if dtype is None else dtype, {}
-        if not isinstance(dtype, torch.dtype) or more or settings:
+        if not isinstance(dtype, torch.dtype) or further or settings:
             raise DefinitionError(
-                f"%{self.name}.to({', '.join(map(str, (dtype, *more, *settings)))})",
+                f"%{self.name}.to({', '.join(map(str, (dtype, *further, *settings)))})",
                 because="to() takes a dtype; where a value lives is what its layout says",
                 hint="x.to(torch.float32), or mf.ops.set(x).on(mesh, {...})",
             )

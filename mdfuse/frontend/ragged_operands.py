@@ -141,13 +141,13 @@ class _Fitting:
 
     def _check_counts(self, ids: Operand, n: Operand) -> None:
         """Raise DefinitionError unless n counts rows by these ids."""
-        of = self._made(n)
+        of = self._producer(n)
         while of is not None and of.op in ("clamp", "set"):
-            of = self._made(of.inputs[0])
+            of = self._producer(of.inputs[0])
         if of is None or of.op != "counts" or of.inputs[0] != ids:
             raise self._refused(f"%{n} are not the counts of %{ids}")
 
-    def _made(self, name: Operand) -> Any:
+    def _producer(self, name: Operand) -> Any:
         return next((e for e in reversed(self.recorder.exprs) if name in e.outputs), None)
 
     def _refused(self, because: str) -> RaggedRefusal:

@@ -114,7 +114,7 @@ class Recorder:
             dims = permutation
         name = self._fresh.fresh(self.values, self._symbols.unused(site.name or "in"))
         if any(type(n) is int and n == -1 for n in extents):
-            extents = self._symbols.made(name, extents)
+            extents = self._symbols.symbolic_shape(name, extents)
         layout = None if place is None else constraints.layout(name, extents, dtype, site, *place)
         if layout is not None:
             self._stated[name] = site.source
@@ -330,11 +330,11 @@ class Recorder:
         inputs: tuple[Operand, ...],
         settings: tuple[tuple[str, Any], ...],
         said: Sequence[str | None],
-        found: Sequence[Mapping[str, Any]],
+        results: Sequence[Mapping[str, Any]],
     ) -> tuple[Fact, ...]:
         """Append an expression and its results, named as said."""
         number, facts, outputs = len(self._exprs), [], []
-        for name, fields in zip(said, found, strict=True):
+        for name, fields in zip(said, results, strict=True):
             self._made_by[len(self.names)] = number
             outputs.append(self._fresh.fresh(self.values, name or "t"))
             facts.append(self._add(outputs[-1], site.source, **fields))

@@ -22,7 +22,7 @@ from mdfuse.hir.instructions import INSTRUCTIONS
 from mdfuse.hir.text.parser import keywords
 from mdfuse.ir.infer import as_results
 from mdfuse.ir.op_table import TABLE, Op
-from mdfuse.ir.registered import LabelText, made
+from mdfuse.ir.registered import LabelText, row_of_call
 from mdfuse.layouts.layout import REDUCE_OPS
 from mdfuse.layouts.reduction import combine
 from mdfuse.names import is_name
@@ -82,8 +82,8 @@ def register_op(
         RULES[name] = _checked(name, vjp)
     if overload is not None:
         names = argument_names(overload)
-        IMPORTED[str(overload)] = lambda *args, **more: operation(
-            **dict(zip(names, args, strict=False)), **more
+        IMPORTED[str(overload)] = lambda *args, **kwargs: operation(
+            **dict(zip(names, args, strict=False)), **kwargs
         )
     ops.BY_NAME[name] = operation
     setattr(ops, name, operation)
@@ -104,7 +104,7 @@ def _row(
         for reduce in reduces.values():
             if reduce not in REDUCE_OPS:
                 raise ValueError(f"{reduce!r} is none of {', '.join(REDUCE_OPS)}")
-        op = made(name, call, rule, reduces, meta, results)
+        op = row_of_call(name, call, rule, reduces, meta, results)
         if example is not None:
             _check_example(op, call, example)
     except (TypeError, ValueError) as error:

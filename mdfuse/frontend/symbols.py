@@ -44,7 +44,7 @@ class Symbols:
         """Return a name for an input that no input had before."""
         return fresh_name(self._renamed, name)
 
-    def made(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+    def symbolic_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of an input with symbols in the place of -1."""
         names = {f"{name}.{d}": d for d, n in enumerate(shape) if type(n) is int and n == -1}
         self.examples = {**self.examples, **dict.fromkeys(names, _EXAMPLE)}

@@ -17,8 +17,7 @@ from mdfuse.hir.forms import check_forms, check_nesting
 from mdfuse.hir.instructions import BLOCKS, POSTS
 from mdfuse.hir.orders import Order, orders_of
 from mdfuse.ir.graph import Operand, dtype_name
-from mdfuse.layouts.blocks import segments
-from mdfuse.layouts.boxes import Box, Interval, Rows
+from mdfuse.layouts.boxes import Box, Rows
 from mdfuse.layouts.layout import Layout, Replicate
 from mdfuse.layouts.meshes_by_rank import MeshesByRank
 from mdfuse.mesh import DeviceMesh
@@ -69,20 +68,6 @@ class BufferType:
         """Return the part of the whole that a rank holds, without padding; see `Layout.box_at`."""
         assert self.layout is not None
         return self.layout.box(self.shape, rank)
-
-    def blocks(self, rank: int) -> dict[int, tuple[tuple[Interval, Interval], ...]]:
-        """Return for each dim in blocks what a rank holds of each block: (block, its piece)."""
-        blocked = self.layout.blocked if self.layout is not None else {}
-        return {
-            d: tuple(zip(segments(blocked[d], self.shape[d]), rows, strict=True))
-            for d, rows in self.runs(rank).items()
-            if blocked.get(d, "zigzag") != "zigzag"
-        }
-
-    @property
-    def moved(self) -> dict[int, int]:
-        """The dims with a reach -> by how many rows it lies behind what it is read for."""
-        return {d: reach.first for d, reach in self.layout.reaches} if self.layout else {}
 
     def runs(self, rank: int) -> dict[int, Rows]:
         """Return for each dim in blocks the rows that a rank holds of it."""
@@ -195,7 +180,7 @@ class Instruction:
         is_same = all(old is new or old == new for old, new in pairs)
         return self if is_same else replace(self, **fields)
 
-    def made(
+    def rebuilt(
         self,
         inputs: tuple[Operand, ...],
         outputs: tuple[str, ...],
@@ -403,7 +388,7 @@ class HostProgram:
 
     @cached_property
     def blocks(self) -> Mapping[str, Instruction]:
-        """Its blocks by name; see `mdfuse.hir.calls`."""
+        """Its blocks by name; see `mdfuse.hir.block_calls`."""
         return {i.fn: i for i in self.instructions if i.op == "block"}
 
     def knows(self, rank: int, mesh: DeviceMesh | None = None) -> Known:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from mdfuse.communication import Communication
-from mdfuse.hir.counted import bytes_received
+from mdfuse.hir.counted_rows import bytes_received
 from mdfuse.hir.instructions import BLOCKS
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.rank.pipelines import project

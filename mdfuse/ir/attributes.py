@@ -213,10 +213,10 @@ _KINDS: dict[str, tuple[str, Check]] = {
 }
 
 
-def attr(name: str, kind: str, required: bool = False, **more: Any) -> Attr:
+def attr(name: str, kind: str, required: bool = False, **fields: Any) -> Attr:
     """Return an attribute of one of the kinds above."""
     words, holds = _KINDS[kind]
-    return Attr(name, words, holds, required, **more)
+    return Attr(name, words, holds, required, **fields)
 
 
 def is_word(x: Any, n: int | None) -> bool:

@@ -200,16 +200,14 @@ def shape_of_convolution_weight(shapes: Shapes, attrs: Attrs) -> Shape:
 
 def local_convolution(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     """Count the groups that this rank has of the weight, and say what stands around its rows."""
-    (x, weight), box = part.shapes, part.boxes[1]
-    assert x is not None and weight is not None and box is not None
-    if attrs.get("groups", 1) > 1 and weight[0]:
-        attrs = {**attrs, "here": attrs["groups"] * box_shape(box)[0] // weight[0]}
-    return local_rows(attrs, (x, part.boxes[0]), (part.shape, part.box), weight[2:])
+    weight = part[1]
+    if attrs.get("groups", 1) > 1 and weight.shape[0]:
+        attrs = {**attrs, "here": attrs["groups"] * box_shape(weight.box)[0] // weight.shape[0]}
+    return local_rows(attrs, part[0], part.out, weight.shape[2:])
 
 
 def local_convolution_weight(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     """Say which part of the weight this rank makes, and what stands around its rows of x."""
-    ct, x = part.shapes
-    assert ct is not None and x is not None
-    attrs = {**attrs, "shape": part.shape, "box": part.box}
-    return local_rows(attrs, (x, part.boxes[1]), (ct, part.boxes[0]), part.shape[2:])
+    weight = part.out
+    attrs = {**attrs, "shape": weight.shape, "box": weight.box}
+    return local_rows(attrs, part[1], part[0], weight.shape[2:])

@@ -162,13 +162,10 @@ def shape_of_groups_grad(shapes: Shapes, attrs: Attrs) -> Shape:
 
 def local_groups(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     """Say which rows, and which groups, this rank has."""
-    x, weight = part.boxes[0], part.boxes[1]
-    shape, table = part.shapes[0], part.shapes[1]
-    assert x is not None and weight is not None and shape is not None and table is not None
+    x, groups = part[0], part.out if "shape" in attrs else part[1]
     local = dict(attrs)
-    if x[0] != (0, shape[0]):
-        local["rows"] = (*x[0], shape[0])
-    box, extent = (part.box[0], part.shape[0]) if "shape" in attrs else (weight[0], table[0])
-    if box != (0, extent):
-        local["part"] = (*box, extent)
+    if not x.has_all(0):
+        local["rows"] = x.ends(0)
+    if not groups.has_all(0):
+        local["part"] = groups.ends(0)
     return local

@@ -40,7 +40,7 @@ def select(
             outside of it comes back as zeros.
     """
     shape = (*table.shape[:along], *indices.shape, *table.shape[along + 1 :])
-    is_here, at = _here(indices, part)
+    is_here, at = _in_part(indices, part)
     if not table.shape[along]:
         return table.new_zeros(shape)
     rows = torch.index_select(table, along, at.reshape(-1)).reshape(shape)
@@ -49,7 +49,7 @@ def select(
     return torch.where(is_here.reshape(*is_here.shape, *(1,) * (table.ndim - 1 - along)), rows, 0)
 
 
-def _here(indices: Tensor, part: tuple[int, int, int] | None) -> tuple[Tensor | None, Tensor]:
+def _in_part(indices: Tensor, part: tuple[int, int, int] | None) -> tuple[Tensor | None, Tensor]:
     """Return which indices are in a part (None: all), and where there; others become 0."""
     if part is None or part[:2] == (0, part[2]):
         return None, indices
@@ -74,9 +74,9 @@ def select_grad(
         along: dim, counted from 0.
         box: the part of the result that is made; None: all of it.
     """
-    result_shape, part = _made(shape, along, box)
-    _check(ct.shape, (*result_shape[:along], *indices.shape, *result_shape[along + 1 :]))
-    is_here, at = _here(indices, part)
+    result_shape, part = _local_result(shape, along, box)
+    check_shape(ct.shape, (*result_shape[:along], *indices.shape, *result_shape[along + 1 :]))
+    is_here, at = _in_part(indices, part)
     if is_here is not None:
         ct = ct.masked_fill(
             ~is_here.reshape(*is_here.shape, *(1,) * (len(result_shape) - 1 - along)), 0
@@ -88,7 +88,7 @@ def select_grad(
     return result.index_add_(along, at.reshape(-1), rows) if result_shape[along] else result
 
 
-def _made(
+def _local_result(
     shape: Sequence[int], dim: int, box: Sequence[Span] | None
 ) -> tuple[tuple[int, ...], tuple[int, int, int] | None]:
     """Return the shape of a rank's result, and its part of a dim."""
@@ -97,7 +97,8 @@ def _made(
     return tuple(stop - start for start, stop in box), (*box[dim], shape[dim])
 
 
-def _check(shape: Sequence[int], wanted: Sequence[int]) -> None:
+def check_shape(shape: Sequence[int], wanted: Sequence[int]) -> None:
+    """Raise ValueError for another shape than is wanted."""
     if tuple(shape) != tuple(wanted):
         raise ValueError(f"{tuple(shape)} is not {tuple(wanted)}")
 
@@ -106,11 +107,11 @@ def gather(
     indices: Tensor, x: Tensor, *, along: int, part: tuple[int, int, int] | None = None
 ) -> Tensor:
     """Take an element of x for each index: at its place, but along the dim at the index."""
-    _check(
+    check_shape(
         (*indices.shape[:along], *indices.shape[along + 1 :]),
         (*x.shape[:along], *x.shape[along + 1 :]),
     )
-    is_here, at = _here(indices, part)
+    is_here, at = _in_part(indices, part)
     if not x.shape[along]:
         return x.new_zeros(indices.shape)
     elements = torch.gather(x, along, at)
@@ -136,14 +137,14 @@ def scatter(
         reduce: how they are joined; where there is none its neutral element stands.
         box: the part of the result that is made; None: all of it.
     """
-    result_shape, part = _made(shape, along, box)
-    _check(src.shape, indices.shape)
-    _check(
+    result_shape, part = _local_result(shape, along, box)
+    check_shape(src.shape, indices.shape)
+    check_shape(
         (*indices.shape[:along], *indices.shape[along + 1 :]),
         (*result_shape[:along], *result_shape[along + 1 :]),
     )
     nothing = neutral(reduce, src.dtype)
-    is_here, at = _here(indices, part)
+    is_here, at = _in_part(indices, part)
     if is_here is not None:
         src = torch.where(is_here, src, nothing)
     result = src.new_full(result_shape, nothing)
@@ -255,9 +256,5 @@ def _check_dim(shape: Shape, attrs: Attrs) -> None:
 
 def local_part(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     """Say which places of the dim this rank has of what is last, unless it has all."""
-    shape, box = part.shapes[-1], part.boxes[-1]
-    assert shape is not None and box is not None
-    dim = attrs["along"]
-    if box[dim] == (0, shape[dim]):
-        return attrs
-    return {**attrs, "part": (*box[dim], shape[dim])}
+    x, dim = part[-1], attrs["along"]
+    return attrs if x.has_all(dim) else {**attrs, "part": x.ends(dim)}

@@ -289,9 +289,9 @@ def _answer(op: Op, attrs: Mapping[str, Any], results: Any) -> tuple[dict[str, A
     )
 
 
-def as_results(made: Any) -> tuple[Tensor, ...]:
+def as_results(results: Any) -> tuple[Tensor, ...]:
     """Return what a row's call gave as a tuple: most give one tensor."""
-    return (made,) if isinstance(made, Tensor) else tuple(made)
+    return (results,) if isinstance(results, Tensor) else tuple(results)
 
 
 def memory_order(strides: Sequence[int]) -> tuple[int, ...]:

@@ -176,19 +176,19 @@ def checked(
     rule: dims.Rule,
     shape: shapes.ShapeRule | None,
     writes: Writes,
-    **more: Any,
+    **fields: Any,
 ) -> Op:
     """Return a row after a check; by default its host instruction is named after the op."""
-    op = Op(name=name, call=call, rule=rule, shape=shape, writes=writes, **{"host": name, **more})
+    op = Op(name=name, call=call, rule=rule, shape=shape, writes=writes, **{"host": name, **fields})
     for field, holds in _MUST.items():
         if not holds(op):
             raise TypeError(f"the row of {name!r} has the {field} {getattr(op, field)!r}")
     return op
 
 
-def row(name: str, *args: Any, **more: Any) -> None:
+def row(name: str, *args: Any, **fields: Any) -> None:
     """Add a row to `TABLE`; the arguments are those of `checked`."""
-    TABLE[name] = checked(name, *args, **more)
+    TABLE[name] = checked(name, *args, **fields)
 
 
 def local_attrs(op: Op, attrs: Mapping[str, Any], part: ExprPart) -> dict[str, Any]:

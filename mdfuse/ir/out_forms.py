@@ -64,9 +64,9 @@ DENSE, ANYHOW = Writes(form=None), Writes(form=None, is_dense=False)
 def on_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
     """Make a torch function that wants two tensors take a number on either side."""
 
-    def call(a: Any, b: Any, **more: Any) -> Any:
+    def call(a: Any, b: Any, **kwargs: Any) -> Any:
         like = a if isinstance(a, Tensor) else b
-        return function(as_tensor(a, like), as_tensor(b, like), **more)
+        return function(as_tensor(a, like), as_tensor(b, like), **kwargs)
 
     return call
 

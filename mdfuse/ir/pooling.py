@@ -200,13 +200,12 @@ def shape_of_pool_grad(shapes: Shapes, attrs: Attrs) -> Shape:
 
 def local_pool(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     """Say what stands around the rows that this rank has, and where they are."""
-    (shape,), (reads,), kernel = part.shapes, part.boxes, tuple(attrs["kernel"])
-    assert shape is not None and reads is not None
-    local = local_rows(attrs, (shape, reads), (part.shape, part.box), kernel)
+    x, kernel = part[0], tuple(attrs["kernel"])
+    local = local_rows(attrs, x, part.out, kernel)
     if "around" not in local:
         return attrs
     n = len(kernel)
-    return {**local, "begins": tuple(a for a, _ in reads[-n:]), "extents": shape[-n:]}
+    return {**local, "begins": tuple(a for a, _ in x.box[-n:]), "extents": x.shape[-n:]}
 
 
 # -- means ---------------------------------------------------------------------------------------
@@ -294,8 +293,7 @@ def shape_of_mean(shapes: Shapes, attrs: Attrs) -> Shape:
 
 def local_mean(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     """Say what stands around the rows that this rank has."""
-    (shape,), (reads,), n = part.shapes, part.boxes, len(attrs["kernel"])
-    assert shape is not None and reads is not None
-    how = {**attrs, "dilation": (1,) * n}
-    local = local_rows(how, (shape, reads), (part.shape, part.box), tuple(attrs["kernel"]))
+    kernel = tuple(attrs["kernel"])
+    how = {**attrs, "dilation": (1,) * len(kernel)}
+    local = local_rows(how, part[0], part.out, kernel)
     return {**attrs, "around": local["around"]} if "around" in local else attrs

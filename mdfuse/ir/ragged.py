@@ -45,7 +45,7 @@ def count(
         rows: (first, behind the last, all) of the tokens here; None: all.
         part: the same of the parts.
     """
-    sizes = _here(parts, part), experts
+    sizes = _size_here(parts, part), experts
     keys = _keys(ids, sizes, parts, rows, part)
     ones = torch.ones_like(keys)
     zeros = ones.new_zeros(sizes[0] * sizes[1] + 1)
@@ -170,7 +170,7 @@ def mask(x: Tensor, n: Tensor) -> Tensor:
     return torch.where(is_there.unsqueeze(3), x, x.new_zeros(()))
 
 
-def _here(whole: int, part: Part | None) -> int:
+def _size_here(whole: int, part: Part | None) -> int:
     return whole if part is None else part[1] - part[0]
 
 
@@ -254,7 +254,7 @@ def shape_of_count(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return [parts, experts], or those of one rank."""
     _given(shapes, (1, 2))
     sizes = (attrs["parts"], attrs.get("part")), (attrs["experts"], None)
-    return tuple(_here(whole, part) for whole, part in sizes)
+    return tuple(_size_here(whole, part) for whole, part in sizes)
 
 
 def shape_of_group(shapes: Shapes, attrs: Attrs) -> Shape:
@@ -340,17 +340,13 @@ def shape_of_mask(shapes: Shapes, attrs: Attrs) -> Shape:
 
 def local_groups(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     """Say which tokens and parts this rank has."""
-    at = 0 if len(part.shapes) == 1 else 1
-    of_counts = (part.shape, part.box) if at == 0 else (part.shapes[2], part.boxes[2])
-    ids, box = part.shapes[at], part.boxes[at]
-    (shape, sizes) = of_counts
-    assert ids is not None and box is not None and shape is not None and sizes is not None
-    if box[0] == (0, ids[0]) and sizes[0] == (0, shape[0]):
+    ids, counts = (part[0], part.out) if len(part.operands) == 1 else (part[1], part[2])
+    if ids.has_all(0) and counts.has_all(0):
         return attrs
-    return {**attrs, "rows": (*box[0], ids[0]), "part": (*sizes[0], shape[0])}
+    return {**attrs, "rows": ids.ends(0), "part": counts.ends(0)}
 
 
 def local_rows(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     """Say, besides, how many rows a part may have in a chunk of them."""
-    attrs, (begin, stop) = local_groups(attrs, part), part.box[-2]
-    return attrs if stop - begin == part.shape[-2] else {**attrs, "bound": stop - begin}
+    attrs, (begin, stop) = local_groups(attrs, part), part.out.box[-2]
+    return attrs if stop - begin == part.out.shape[-2] else {**attrs, "bound": stop - begin}

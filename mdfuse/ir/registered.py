@@ -236,7 +236,7 @@ def _attribute(p: inspect.Parameter, hint: Any) -> Attr:
 # -- the row ---------------------------------------------------------------------------------------
 
 
-def made(
+def row_of_call(
     name: str,
     call: Callable[..., Any],
     said: LabelText,

@@ -38,7 +38,7 @@ def multiply(x: Tensor, weight: Tensor, ids: Tensor, *, part: Part | None = None
         [p,t,n], or together [t,n].
     """
     parts, each = weight.shape[:2]
-    numbers = _own(ids, parts, each, part)
+    numbers = _numbers_of_part(ids, parts, each, part)
     order, ends = _in_order(numbers, parts * each)
     rows = _together(x, numbers, each)
     products = groups.multiply(rows[order], weight.flatten(0, 1), ends)
@@ -52,14 +52,14 @@ def multiply_grad(
     """Return the gradient of the weight [p,e,k,n]: for each matrix the product of its rows."""
     parts = shape[0] if part is None else part[1] - part[0]
     each = shape[1]
-    numbers = _own(ids, parts, each, part)
+    numbers = _numbers_of_part(ids, parts, each, part)
     order, ends = _in_order(numbers, parts * each)
     x, ct = (_together(rows, numbers, each)[order] for rows in (x, ct))
     whole = (parts * each, x.shape[1], ct.shape[1])
     return groups.multiply_grad(x, ct, ends, shape=whole).view(parts, each, *whole[1:])
 
 
-def _own(ids: Tensor, parts: int, each: int, part: Part | None) -> Tensor:
+def _numbers_of_part(ids: Tensor, parts: int, each: int, part: Part | None) -> Tensor:
     """Return the index of each row's matrix among the local ones; past the end if it is remote."""
     count = parts * each
     numbers = ids.long() - (0 if part is None else part[0] * each)
@@ -146,7 +146,5 @@ def shape_of_grad(shapes: Shapes, attrs: Attrs) -> Shape:
 
 def local_parts(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     """Say which parts of the matrices this rank has."""
-    weight, table = part.boxes[1], part.shapes[1]
-    assert weight is not None and table is not None
-    box, extent = (part.box[0], part.shape[0]) if "shape" in attrs else (weight[0], table[0])
-    return dict(attrs) if box == (0, extent) else {**attrs, "part": (*box, extent)}
+    matrices = part.out if "shape" in attrs else part[1]
+    return dict(attrs) if matrices.has_all(0) else {**attrs, "part": matrices.ends(0)}

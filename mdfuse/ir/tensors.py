@@ -102,14 +102,14 @@ def is_lazy(x: Tensor) -> bool:
     return x.is_neg() or x.is_conj() or is_zero_tensor(x)
 
 
-def resolved(xs: Sequence[Any], kept: Collection[int] = ()) -> Sequence[Any]:
+def resolved(xs: Sequence[Any], unchanged: Collection[int] = ()) -> Sequence[Any]:
     """Return the arguments of a run, with the elements of each in its memory.
 
     Args:
         xs: arguments.
-        kept: positions of the arguments that stay as they are.
+        unchanged: positions of the arguments that stay as they are.
     """
-    lazy = {n for n, x in enumerate(xs) if type(x) in PLAIN and is_lazy(x)}.difference(kept)
+    lazy = {n for n, x in enumerate(xs) if type(x) in PLAIN and is_lazy(x)}.difference(unchanged)
     return [_resolved(x) if n in lazy else x for n, x in enumerate(xs)] if lazy else xs
 
 

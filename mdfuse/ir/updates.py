@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mdfuse.ir.dims import DimMap, Shape, Shapes, window_grad
+from mdfuse.ir.indexing import check_shape
 from mdfuse.ir.local_attributes import ExprPart, local_taken
 
 Attrs = Mapping[str, Any]
@@ -99,7 +100,7 @@ def copy(
         part: (start, stop, places in all) where x is that part of the whole.
         out: the buffer of the result.
     """
-    _check(source.shape, (*x.shape[:along], *indices.shape, *x.shape[along + 1 :]))
+    check_shape(source.shape, (*x.shape[:along], *indices.shape, *x.shape[along + 1 :]))
     result = _target(x, out)
     if not (source.numel() and result.numel()):
         return result
@@ -137,7 +138,7 @@ def scatter(
         part: (start, stop, places in all) where x is that part of the whole.
         out: the buffer of the result.
     """
-    _check(source.shape, indices.shape)
+    check_shape(source.shape, indices.shape)
     result = _target(x, out)
     if not (source.numel() and result.numel()):
         return result
@@ -192,11 +193,6 @@ def _target(x: Tensor, out: Tensor | None) -> Tensor:
     if out is None:
         return x.clone()
     return out if out is x else out.copy_(x)
-
-
-def _check(shape: Sequence[int], wanted: Sequence[int]) -> None:
-    if tuple(shape) != tuple(wanted):
-        raise ValueError(f"{tuple(shape)} is not {tuple(wanted)}")
 
 
 def _placed(
@@ -366,18 +362,16 @@ def _dim(x: Shape, attrs: Attrs) -> int:
 
 def local_box(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     """Say which places of the indexed dims this rank has of x, unless it has all."""
-    shape, box = part.shapes[-1], part.boxes[-1]
-    assert shape is not None and box is not None
-    dims = attrs["dims"]
-    if all(box[d] == (0, shape[d]) for d in dims):
+    x, dims = part[-1], attrs["dims"]
+    if x.has_all(*dims):
         return attrs
-    held = {"box": tuple(box[d] for d in dims), "extents": tuple(shape[d] for d in dims)}
-    return {**attrs, **held}
+    box, extents = (tuple(of[d] for d in dims) for of in (x.box, x.shape))
+    return {**attrs, "box": box, "extents": extents}
 
 
 def local_window(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     """Say what a rank's part of x has of the window, and where, unless it has all of x."""
-    if part.box == tuple((0, n) for n in part.shape):
+    if part.out.has_all(*range(len(part.out.shape))):
         return attrs
     local = local_taken(attrs, part)
     return {**attrs, "taken": local["taken"], "at": local["at"]}

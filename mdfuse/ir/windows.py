@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mdfuse.ir.dims import Shape
+from mdfuse.ir.local_attributes import TensorPart
 from mdfuse.layouts.boxes import Interval, box_shape
 from mdfuse.layouts.halo import Reach
 
@@ -85,14 +86,11 @@ def with_rows(x: Tensor, around: Sequence[int], value: Any = 0) -> Tensor:
 
 
 def local_rows(
-    attrs: dict[str, Any], read: tuple[Shape, Any], result: tuple[Shape, Any], kernel: Shape
+    attrs: dict[str, Any], read: TensorPart, result: TensorPart, kernel: Shape
 ) -> dict[str, Any]:
-    """Say what stands around the rows that this rank reads, unless it has all.
-
-    What is read and what is made are (shape, box).
-    """
+    """Say what stands around the rows that this rank reads, unless it has all."""
     n = len(kernel)
-    (x, reads), (y, makes) = ((shape[-n:], box[-n:]) for shape, box in (read, result))
+    (x, reads), (y, makes) = ((part.shape[-n:], part.box[-n:]) for part in (read, result))
     if (box_shape(reads), box_shape(makes)) == (x, y):
         return attrs
     return {**attrs, "around": around_of(reads, makes, kernel, attrs)}

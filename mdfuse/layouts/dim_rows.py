@@ -16,8 +16,8 @@ import numpy as np
 from mdfuse.extents.extent import is_symbolic
 from mdfuse.layouts.blocks import Blocks
 from mdfuse.layouts.boxes import ManyRows
+from mdfuse.layouts.dim_parts import Parts, length, shared
 from mdfuse.layouts.layout import Layout
-from mdfuse.layouts.parts import Parts, length, shared
 
 _T = TypeVar("_T")
 _Axes = tuple[int, ...]

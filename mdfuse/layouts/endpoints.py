@@ -11,8 +11,8 @@ from operator import mul
 from typing import Any
 
 from mdfuse.layouts.boxes import Rows, meet
+from mdfuse.layouts.dim_parts import Parts
 from mdfuse.layouts.layout import Layout
-from mdfuse.layouts.parts import Parts
 from mdfuse.mesh import DeviceMesh
 
 #: axis -> coordinate

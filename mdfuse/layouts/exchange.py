@@ -37,14 +37,14 @@ class Exchange:
     destination: Side
 
     @cached_property
-    def kept(self) -> tuple[tuple[str, str], ...]:
+    def staying(self) -> tuple[tuple[str, str], ...]:
         """Pairs of axes of the source and the destination along which terms stay apart."""
         return kept_terms(self.source.layout, self.destination.layout)
 
     @cached_property
     def reduced(self) -> tuple[str, ...]:
         """The axes of the source along which the receiver reduces."""
-        kept_axes = [a for a, _ in self.kept]
+        kept_axes = [a for a, _ in self.staying]
         return tuple(a for a in self.source.layout.partial_axes if a not in kept_axes)
 
     # -- messages --------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ class Exchange:
 
     def _needed(self, at: At, need: tuple[Rows, ...]) -> Iterator[tuple[At, Box, int]]:
         """Yield (coordinates of its holders, box, number of the term) for what a rank needs."""
-        source, terms = self.source, {a: at[b] for a, b in self.kept}
+        source, terms = self.source, {a: at[b] for a, b in self.staying}
         every = [
             terms | source.numbered(n, self.reduced) for n in range(source.count(self.reduced))
         ]
@@ -227,7 +227,7 @@ class Exchange:
     def pattern(self) -> Pattern:
         """The message pattern that all source parts share."""
         may_share = not (self.by_host or self.reduced)
-        return Pattern(self.source, self.destination, self.kept, may_share)
+        return Pattern(self.source, self.destination, self.staying, may_share)
 
 
 def _is_at(at: At | None, holders: At) -> bool:

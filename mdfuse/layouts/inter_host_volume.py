@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mdfuse.layouts.dim_parts import Parts, shared
 from mdfuse.layouts.dim_rows import dims_of
 from mdfuse.layouts.endpoints import Side
 from mdfuse.layouts.exchange import Exchange
 from mdfuse.layouts.hosts import digits, hosts_by_rank
 from mdfuse.layouts.layout import Layout
 from mdfuse.layouts.mixed_radix import Aligned, Alone
-from mdfuse.layouts.parts import Parts, shared
 from mdfuse.layouts.recv_volume import every_coordinate, part_sizes, rows_at
 from mdfuse.mesh import DeviceMesh
 
@@ -116,7 +116,7 @@ def _aligned(exchange: Exchange) -> Aligned | None:
     have, need = (tuple(tuple(map(index, axes)) for axes in x.split) for x in (source, destination))
     terms, goal_terms = ([*map(index, x.layout.partial_axes)] for x in (source, destination))
     dims = dims_of(source.layout, destination.layout, source.shape, axis_digits.near)
-    kept_axes = [index(a) for a, _ in exchange.kept]
+    kept_axes = [index(a) for a, _ in exchange.staying]
     return Aligned(axis_digits, dims, have, need, terms, goal_terms, kept_axes)
 
 
@@ -149,7 +149,7 @@ def least_gathering(split: Layout, whole: Layout, shape: tuple[int, ...]) -> int
     return sides[1].first_and_all[0] - sides[0].first_and_all[0]
 
 
-def least_reducing(done: Layout, shape: tuple[int, ...], axes: tuple[str, ...], kept: int) -> int:
+def least_reducing(done: Layout, shape: tuple[int, ...], axes: tuple[str, ...], apart: int) -> int:
     """Return a lower bound of the average elements into a host in a reduction along some axes.
 
     The first host with the sum of terms on n hosts received n - 1 of them; each further host that
@@ -159,12 +159,12 @@ def least_reducing(done: Layout, shape: tuple[int, ...], axes: tuple[str, ...], 
         done: the layout after the reduction.
         shape: global extents, numbers.
         axes: the axes of the reduced terms.
-        kept: the number of terms that stay apart.
+        apart: the number of terms that stay apart.
     """
     hosts, alone = hosts_of_terms(done.mesh, axes), _alone(done, shape)
     if hosts == 1 or alone is None:
         return 0
-    total = alone.first_and_all[1] + (hosts - 2) * math.prod(shape) * kept
+    total = alone.first_and_all[1] + (hosts - 2) * math.prod(shape) * apart
     return total // math.prod(alone.digits.far)
 
 
@@ -271,7 +271,7 @@ def _overlap(
 ) -> Any:
     """Return the elements that each receiver needs of each part on its host."""
     entries, overlap = near
-    for a, b in exchange.kept:
+    for a, b in exchange.staying:
         overlap = overlap * (held.at[a][entries] == need[b][:, None])
     have = {a: i[entries] for a, i in held.at.items()}
     wanted = {a: i[:, None] for a, i in need.items()}

@@ -118,22 +118,22 @@ IN_PIECES = kinds_that(lambda k: k.in_pieces)
 
 
 def by_kind(
-    rows: Mapping[str, Row], kinds: tuple[str, ...] = CARRIED, *, rest: Row | None = None
+    rows: Mapping[str, Row], kinds: tuple[str, ...] = CARRIED, *, default: Row | None = None
 ) -> dict[str, Row]:
     """Check a table by kind, and return it with a row for each kind, in the order of `kinds`.
 
     Args:
         rows: kind -> row.
         kinds: those that the table is about; by default all that backends carry.
-        rest: the row of kinds that are not in `rows`; None: each kind must have one there.
+        default: the row of kinds that are not in `rows`; None: each kind must have one there.
 
     Raises:
         CommunicationError: a row is missing, or its kind is none of `kinds`.
 
-    >>> by_kind({"Reduce": 1, "Broadcast": 2}, IN_PIECES, rest=0)
+    >>> by_kind({"Reduce": 1, "Broadcast": 2}, IN_PIECES, default=0)
     {'Reduce': 1, 'Allreduce': 0, 'Broadcast': 2}
     """
-    missing = [kind for kind in kinds if kind not in rows] if rest is None else []
+    missing = [kind for kind in kinds if kind not in rows] if default is None else []
     unknown = [kind for kind in rows if kind not in kinds]
     if missing or unknown:
         raise CommunicationError(
@@ -146,4 +146,4 @@ def by_kind(
             because=f"it is about {', '.join(kinds)}",
             hint="see mdfuse/layouts/kinds.py",
         )
-    return {kind: rows.get(kind, rest) for kind in kinds}  # type: ignore[misc]
+    return {kind: rows.get(kind, default) for kind in kinds}  # type: ignore[misc]

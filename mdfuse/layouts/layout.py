@@ -11,8 +11,8 @@ from mdfuse.errors import LayoutError, MeshError, shown
 from mdfuse.extents.expressions import Term, resolve
 from mdfuse.layouts.blocks import Blocks, Cut, chunks_as_blocks
 from mdfuse.layouts.boxes import Box, Interval, Rows, box_shape
+from mdfuse.layouts.dim_parts import Parts, length
 from mdfuse.layouts.halo import Reach
-from mdfuse.layouts.parts import Parts, length
 from mdfuse.layouts.placements import (
     IDEMPOTENT,
     REDUCE_OPS,
@@ -351,14 +351,14 @@ class Layout:
     def _knows(self, known: Callable[[Term], int | None]) -> Callable[[Term], int | None]:
         """Return a lookup of terms that takes coordinates from this layout's mesh."""
 
-        def here(term: Term) -> int | None:
+        def lookup(term: Term) -> int | None:
             rank = known(Term("rank"))
             if term.kind != "coord" or rank is None or term.name not in self.mesh.axes:
                 return known(term)
             coordinate = self.mesh.coordinate(rank)
             return coordinate[self.mesh.axis_index(term.name)] if coordinate else known(term)
 
-        return here
+        return lookup
 
     def with_stream(self, stream: Stream | None) -> Layout:
         """Return this layout with another stream, or none."""

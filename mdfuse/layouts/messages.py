@@ -83,14 +83,14 @@ class Pattern:
     """
 
     def __init__(
-        self, source: Side, destination: Side, kept: tuple[tuple[str, str], ...], may_share: bool
+        self, source: Side, destination: Side, staying: tuple[tuple[str, str], ...], may_share: bool
     ) -> None:
         is_one = source.mesh == destination.mesh
-        self.source, self.destination, self.kept = source, destination, kept
+        self.source, self.destination, self.staying = source, destination, staying
         self.apart = tuple(a for a in destination.free if is_one and a in source.fixed)
         self.along = (*self.apart, *(a for a in destination.free if a not in self.apart))
         self.common = tuple(a for a in destination.fixed if is_one and a in source.fixed)
-        terms = {b for _, b in kept}
+        terms = {b for _, b in staying}
         self.blocks = tuple(a for a in self.common if a not in terms)
         self.all = destination.count(self.along)
         self.each = self.all // destination.count(self.apart)
@@ -178,7 +178,7 @@ class Pattern:
         if self.most_shares == 1 or n % turns == 0:
             return 1
         over = (-(-n * s // turns) * turns / (n * s) for s in range(1, self.most_shares + 1))
-        return 1 + min(enumerate(over), key=lambda found: max(found[1], _EVENLY))[0]
+        return 1 + min(enumerate(over), key=lambda pair: max(pair[1], _EVENLY))[0]
 
     def has_turn(self, at: Mapping[str, Any], met: Sequence[tuple[Any, Any]]) -> Any:
         """Return a mask of the source ranks that have a turn to send.
@@ -269,7 +269,7 @@ class Messages:
 
     @cached_property
     def terms(self) -> dict[str, int]:
-        return {b: self.holders[a] for a, b in self.pattern.kept}
+        return {b: self.holders[a] for a, b in self.pattern.staying}
 
     @cached_property
     def first(self) -> int:

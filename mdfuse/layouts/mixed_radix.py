@@ -42,11 +42,11 @@ class Aligned:
         need: Splits,
         terms: Collection[int] = (),
         goal_terms: Collection[int] = (),
-        kept: Collection[int] = (),
+        staying: Collection[int] = (),
     ) -> None:
         self.digits, self.rows, self.have, self.need = digits, dims, have, need
-        self.terms, self.goal_terms, self.kept = terms, goal_terms, kept
-        self.reduced = [a for a in terms if a not in kept]
+        self.terms, self.goal_terms, self.staying = terms, goal_terms, staying
+        self.reduced = [a for a in terms if a not in staying]
 
     def crossing(self) -> int:
         """Return the inter-host volume of the busiest host, in elements."""
@@ -57,7 +57,7 @@ class Aligned:
         into = self._count(self.reduced) * needs - digits.ranks(self.reduced) * both
         has, source = math.prod([d.has for d in dims]), self._free(self.have, self.terms)
         wanted = self._count(self._free(self.need, self.goal_terms)) * has
-        served = digits.ranks_but((*split, *self.kept))
+        served = digits.ranks_but((*split, *self.staying))
         served *= digits.hosts([a for a in source if a not in split])
         given = wanted - served * self._both(dims, source)
         out = -(-(digits.ranks(self.terms) * given) // digits.hosts(source))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from mdfuse.layouts.blocks import run
 from mdfuse.layouts.boxes import Rows
+from mdfuse.layouts.dim_parts import length
 from mdfuse.layouts.layout import Layout
-from mdfuse.layouts.parts import length
 
 
 def is_view_of(outer: Layout, inner: Layout, shape: tuple[int, ...], rank: int) -> bool:

@@ -184,12 +184,12 @@ class Picture:
             iteration = None if turn is None else (chunk - turn) % stream.count
         return PicturePart(box=box, terms=self._terms(at), iteration=iteration)
 
-    def _terms(self, here: dict[str, int]) -> tuple[tuple[int, ...], ...]:
+    def _terms(self, at: dict[str, int]) -> tuple[tuple[int, ...], ...]:
         """Return the ranks at some coordinates: a tuple of replicas for each term."""
         mesh = self.layout.mesh
         apart = (*self.layout.partial_axes, *self.layout.varying_axes)
-        copies = [a for a in mesh.axes if a not in here and a not in apart]
-        first = mesh.rank_at([here.get(a, 0) for a in mesh.axes])
+        copies = [a for a in mesh.axes if a not in at and a not in apart]
+        first = mesh.rank_at([at.get(a, 0) for a in mesh.axes])
         heads = mesh.team(first, *apart) if apart else (first,)
         return tuple(mesh.team(r, *copies) if copies else (r,) for r in heads)
 

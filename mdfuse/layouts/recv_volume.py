@@ -12,9 +12,9 @@ import numpy as np
 
 from mdfuse.extents.extent import is_symbolic
 from mdfuse.layouts.boxes import ManyRows, box_size, boxes_of, intersect
+from mdfuse.layouts.dim_parts import length, shared
 from mdfuse.layouts.exchange import Exchange, kept_terms
 from mdfuse.layouts.layout import Layout
-from mdfuse.layouts.parts import length, shared
 from mdfuse.mesh import DeviceMesh
 
 #: Costs are integers in units of 1 / UNIT of an element, so that they compare exactly; UNIT is

@@ -117,7 +117,7 @@ class RoundRobin:
 
     def _terms(self, at: At, held: At | None) -> list[tuple[bool, int, int]]:
         """Return (whether the receiver has it, its holders' offset, their index) for each term."""
-        kept_terms = {a: at[b] for a, b in self.pattern.kept}
+        kept_terms = {a: at[b] for a, b in self.pattern.staying}
         every = [
             kept_terms | self.source.numbered(n, self.reduced)
             for n in range(self.source.count(self.reduced))
@@ -159,7 +159,7 @@ class RoundRobin:
             parts *= m.size
         stride, shares = pattern.lacking, self.shares(parts * pattern.lacking)
         first = self._places({a: at[a] for a in self.source.fixed})[1]
-        terms, known = {b: at[a] for a, b in pattern.kept}, -1
+        terms, known = {b: at[a] for a, b in pattern.staying}, -1
         begin = self.source.number(at, self.source.free) % pattern.turns
         for turn in range(begin, parts * stride * shares, pattern.turns):
             number, i = divmod(turn, shares)

@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from mdfuse.layouts.boxes import Box, box_size, index_of
+from mdfuse.layouts.boxes import Box, box_size, index_of, intersect, relative
 from mdfuse.layouts.layout import Layout
 from mdfuse.layouts.sharding import shard_tensor, unshard_tensor
 from mdfuse.leaves.deal import Deal
@@ -58,8 +58,9 @@ class PartBorder:
         if box is None:
             return False
         pieces = {self._leaf_boxes[leaf] for leaf in self.deal.leaves_of(rank)}
-        shared = [_common(piece, box) for piece in pieces if piece is not None]
-        return None not in pieces and sum(map(box_size, shared)) == box_size(box)
+        shared = [intersect(piece, box) for piece in pieces if piece is not None]
+        covered = sum(box_size(x) for x in shared if x is not None)
+        return None not in pieces and covered == box_size(box)
 
     @cached_property
     def _boxes(self) -> dict[int, Box | None]:
@@ -84,8 +85,7 @@ class PartBorder:
             box = self._leaf_boxes[leaf]
             assert local is not None and box is not None
             if box not in parts:
-                inner = tuple((a - c, b - c) for (a, b), (c, _) in zip(box, local, strict=True))
-                part = x[index_of(inner)]
+                part = x[index_of(relative(box, local))]
                 parts[box] = part if lies_as_new(part) else as_new(part)
             by_leaf[leaf] = parts[box]
         return by_leaf
@@ -119,9 +119,8 @@ class PartBorder:
         for leaf, x in parts.items():
             piece = self._leaf_boxes[leaf]
             assert piece is not None
-            common = _common(piece, box)
-            if box_size(common):
-                result[index_of(_within(common, box))] = x[index_of(_within(common, piece))]
+            if (common := intersect(piece, box)) is not None:
+                result[index_of(relative(common, box))] = x[index_of(relative(common, piece))]
         return result
 
     def exchanged(
@@ -171,15 +170,4 @@ def _one_run(layout: Layout, shape: Sequence[int], rank: int) -> Box | None:
 def _inside(piece: Box | None, box: Box | None) -> bool:
     if piece is None or box is None:
         return False
-    return not box_size(piece) or _common(piece, box) == piece
-
-
-def _common(a: Box, b: Box) -> Box:
-    """Return the box that two boxes share; empty where they share none."""
-    pairs = zip(a, b, strict=True)
-    ends = [(max(x[0], y[0]), min(x[1], y[1])) for x, y in pairs]
-    return tuple((start, max(start, stop)) for start, stop in ends)
-
-
-def _within(box: Box, whole: Box) -> Box:
-    return tuple((a - c, b - c) for (a, b), (c, _) in zip(box, whole, strict=True))
+    return not box_size(piece) or intersect(piece, box) == piece

@@ -80,15 +80,15 @@ def _before(exprs: Sequence[Expr], at: int, filled: set[str]) -> list[int]:
 def _after(exprs: Sequence[Expr], at: int, ways: dict[str, tuple[str | None, bool]]) -> list[int]:
     """Return the places behind a set, of work that does not need it, up to where the two meet."""
     rows, is_there = ways[exprs[at].output]
-    made, worked, others = {exprs[at].output}, set[str](), list[int]()
+    dependents, worked, others = {exprs[at].output}, set[str](), list[int]()
     for n in range(at + 1, len(exprs)):
         e = exprs[n]
         if ways.get(e.outputs[0], (rows, not is_there)) != (rows, not is_there):
             return []
-        if not made.isdisjoint(e.reads):
+        if not dependents.isdisjoint(e.reads):
             if not worked.isdisjoint(e.reads):
                 break
-            made.update(e.outputs)
+            dependents.update(e.outputs)
             continue
         others.append(n)
         if _is_work(e) or not worked.isdisjoint(e.reads):

@@ -27,9 +27,10 @@ from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
 from mdfuse.layouts.layout import Layout, Replicate
 from mdfuse.layouts.stream import Stream
 from mdfuse.layouts.streamed_sets import FORMS, form
+from mdfuse.passes.prices import move_cost
 from mdfuse.passes.strategy import choose, choose_here, is_view, viewed_as
 from mdfuse.passes.streams import operand_streams
-from mdfuse.reshard import cost, costs
+from mdfuse.reshard import costs
 
 name = "insert_reshards"
 
@@ -121,10 +122,8 @@ class _Rewriter:
         return (operand, before) if is_less else None
 
     def price(self, source: str, layout: Layout) -> int:
-        """Return the bytes that a rank receives where a copy is brought into a layout."""
-        value = self.values[source]
-        shape, (before, after) = value.travels(self.layout(source), layout)
-        return cost(before, after, shape) * value.dtype.itemsize
+        """Return what the busiest rank receives where a copy is brought into a layout."""
+        return move_cost(self.values[source], self.layout(source), layout)
 
     def viewed(self, value: str, layout: Layout, expr: Expr) -> str | None:
         """Return a value's copy in a layout as a view of a copy of its operand, if there is one."""

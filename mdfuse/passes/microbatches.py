@@ -359,7 +359,7 @@ def _needs_whole(
 def _pairs(
     fusion: Fusion,
     value: Value,
-    found: Sequence[tuple[int, object]],
+    pairs: Sequence[tuple[int, object]],
     batch: Mapping[str, int],
     same: UnionFind[tuple[str, int]],
 ) -> LoweringError:
@@ -368,18 +368,18 @@ def _pairs(
     Args:
         fusion: whose value it is.
         value: with several of them.
-        found: those dims, with what they are the same as.
+        pairs: those dims, with what they are the same as.
         batch: input -> its dim that is the batch's.
         same: which dims are the same.
     """
     of = {
-        root: [f"{d} of %{x}" for x, d in batch.items() if same[x, d] == root] for _, root in found
+        root: [f"{d} of %{x}" for x, d in batch.items() if same[x, d] == root] for _, root in pairs
     }
     if len(of) > 1:
-        shared_dims = (f"its dim {d} is dim {' and '.join(of[root])}" for d, root in found)
+        shared_dims = (f"its dim {d} is dim {' and '.join(of[root])}" for d, root in pairs)
         hint = "name in batch= the inputs whose rows are samples; weights have none"
         return _refused(fusion, value, ", ".join(shared_dims) + ", all of which batch= names", hint)
-    dims = " and ".join(str(d) for d, _ in found)
+    dims = " and ".join(str(d) for d, _ in pairs)
     because = f"its dims {dims} are both the batch's: each sample meets all others"
     return _refused(fusion, value, because)
 

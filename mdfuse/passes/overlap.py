@@ -321,14 +321,14 @@ def _is_plain(fusion: Fusion, expr: Expr) -> bool:
     return all(fusion.layout(x).cuts.get(dim) is None for x, dim in cut)
 
 
-def _together(fusion: Fusion, found: Sequence[OverlapWindow]) -> Fusion | None:
+def _together(fusion: Fusion, windows: Sequence[OverlapWindow]) -> Fusion | None:
     """Return the fusion with the expressions of each window side by side; None: they cannot be.
 
     Otherwise expressions stay in their order as far as they can.
     """
     at = {name: n for n, e in enumerate(fusion.exprs) for name in e.outputs}
     home, members = dict[int, int](), dict[int, OverlapWindow]()
-    for window in found:
+    for window in windows:
         places = [at[v] for v in window.values]
         home.update(dict.fromkeys(places, min(places)))
         members[min(places)] = window

@@ -18,8 +18,8 @@ from mdfuse.ir.graph import Value
 from mdfuse.layouts.layout import Layout, Replicate
 from mdfuse.layouts.recv_volume import has_few_rows
 from mdfuse.passes.axis_strategy import Choice, Operand, Result
-from mdfuse.reshard import arrivals, cost
-from mdfuse.reshard.bound import least_cost
+from mdfuse.reshard import Carriers, arrivals, cost, elements_received
+from mdfuse.reshard.lower_bounds import least_cost
 
 #: On meshes of up to this many ranks, parts of few rows are counted rank by rank.
 _FEW_RANKS = 16
@@ -82,6 +82,21 @@ def _settled(layout: Layout, way: Mapping[str, Choice]) -> Layout:
     return layout
 
 
+def move_cost(value: Value, before: Layout, after: Layout) -> int:
+    """Return what the busiest rank receives in a change of layout, in 1 / `UNIT` of a byte."""
+    shape, (old, new) = value.travels(before, after)
+    return cost(old, new, shape) * value.dtype.itemsize
+
+
+def received_bytes(value: Value, before: Layout, after: Layout, carriers: Carriers = ()) -> float:
+    """Return the bytes that the busiest rank receives in a change of layout.
+
+    An expanded dim counts as one element, since it travels as one.
+    """
+    shape, (old, new) = value.travels(before, after)
+    return elements_received(old, new, shape, carriers) * value.dtype.itemsize
+
+
 def _moved(before: Layout, after: Layout, value: Value) -> Any:
     """Return what a rank receives in a change of layout; an array, where ranks differ."""
     if before == after:
@@ -89,7 +104,7 @@ def _moved(before: Layout, after: Layout, value: Value) -> Any:
     shape, (old, new) = value.travels(before, after)
     if new.mesh.size <= _FEW_RANKS and any(has_few_rows(x, shape) for x in (old, new)):
         return _arrivals(old, new, shape) * value.dtype.itemsize
-    return cost(old, new, shape) * value.dtype.itemsize
+    return move_cost(value, before, after)
 
 
 def _at_least(before: Layout, after: Layout, value: Value) -> int:

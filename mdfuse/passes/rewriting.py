@@ -64,6 +64,20 @@ class Maker:
         else:
             self.op(by, "cast", self.op(by, op, *inputs), last=True, dtype=dtype)
 
+    def cast_as(self, by: Expr, x: str) -> None:
+        """Append the first result as a value in the dtype that it had."""
+        name = by.outputs[0]
+        dtype = self.values[name].dtype
+        is_same = self.values[x].dtype == dtype
+        last = replace(by, op="set" if is_same else "cast", inputs=(x,), outputs=(name,))
+        self.exprs.append(replace(last, attrs=() if is_same else (("dtype", dtype),)))
+
+    def columns(self, by: Expr, x: str, start: int, end: int) -> str:
+        """Append a slice of the last dim."""
+        shape = self.values[x].shape
+        starts, ends = (*(0 for _ in shape[1:]), start), (*shape[:-1], end)
+        return self.op(by, "slice", x, starts=starts, ends=ends, steps=(1,) * len(shape))
+
 
 #: It appends the expressions that replace one; the last of them have its results.
 Rule = Callable[[Maker, Expr], None]

@@ -302,12 +302,12 @@ class HostLoops:
         producers = {name: e for e in (*exprs, *others) for name in e.outputs}
         return key is None or all(self._reads_chunks(e, producers) for e in (*exprs, *others))
 
-    def _reads_chunks(self, expr: Expr, made: Mapping[str, Expr]) -> bool:
+    def _reads_chunks(self, expr: Expr, producers: Mapping[str, Expr]) -> bool:
         """True if all that an expression reads of others in its loop is the chunk just computed."""
         return all(
-            self.fusion.values[x].stream == stream and self._asked_once(made[x])[1]
+            self.fusion.values[x].stream == stream and self._asked_once(producers[x])[1]
             for x, stream in self._asked_once(expr)[0]
-            if x in made
+            if x in producers
         )
 
     def _asked_once(self, expr: Expr) -> tuple[tuple[tuple[str, Stream | None], ...], bool]:

@@ -20,14 +20,7 @@ A factor is multiplied into the sum, not into its terms, which it might round, o
 
 unless the terms take fewer bytes behind it, as where they are added up further.
 
-What is added to a Partial is made of terms, too, where its operands allow that for no more bytes:
-
-    %q: f32[8,16] (tp=P(sum)) = matmul(%dq, %a)
-    %k: f32[8,16] (tp=R) = matmul(%dk, %b)          # %b is (tp=S0), and would be gathered
-    %x: f32[8,16] (tp=R) = add(%q, %k)
-->
-    %k: f32[8,16] (tp=P(sum)) = matmul(%dk, %b)
-    %x: f32[8,16] (tp=P(sum)) = add(%q, %k)
+What is added to a Partial becomes one first, where that takes no more bytes; see `gather_factors`.
 """
 
 from __future__ import annotations
@@ -37,13 +30,14 @@ from dataclasses import dataclass, field, replace
 
 from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
 from mdfuse.ir.ops import TABLE
-from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard, commute
+from mdfuse.layouts.layout import Layout, Placement, Replicate, Shard
 from mdfuse.mesh import DeviceMesh
 from mdfuse.passes import reduce_scatter_creation
 from mdfuse.passes.insert_reshards import suffix
+from mdfuse.passes.prices import move_cost
 from mdfuse.passes.propagate_layouts import anew
-from mdfuse.passes.strategy import choose, choose_here, moved
-from mdfuse.reshard import cost
+from mdfuse.passes.sharded import cheap_operands
+from mdfuse.passes.strategy import choose_here, read_layouts
 
 name = "settle_partials"
 
@@ -85,8 +79,7 @@ def run(fusion: Fusion) -> Fusion:
     done: set[str] = set()
     while True:
         before = fusion
-        while terms := {x: to for e in fusion.exprs for x, to in _terms(fusion, e)}:
-            fusion = anew(fusion.with_layouts(terms), terms.keys())
+        fusion = cheap_operands.with_terms(fusion)
         done = {x for x in done if fusion.values[x].layout == before.values[x].layout}
         sweep = _Sweep(fusion, reduce_scatter_creation.run(fusion))
         for value in reversed((*fusion.inputs, *(n for e in fusion.exprs for n in e.outputs))):
@@ -99,58 +92,13 @@ def run(fusion: Fusion) -> Fusion:
         fusion = _applied(fusion, sweep.settled)
 
 
-def _terms(fusion: Fusion, expr: Expr) -> Iterator[tuple[str, Layout]]:
-    """Yield what a sum adds to a Partial, and its layout as terms, where that takes no more bytes.
-
-    Each is read by the sum alone, which is then Partial itself.
-    """
-    if TABLE[expr.op].partial != "sum" or len(expr.reads) != len(expr.inputs):
-        return
-    if not all(fusion.values[x].is_tensor and _is_alone(fusion, x) for x in expr.reads):
-        return
-    if len({fusion.layout(x).mesh for x in expr.reads}) != 1:
-        return
-    for axis in fusion.layout(expr.reads[0]).mesh.axes:
-        others = [x for x in expr.reads if fusion.layout(x).placement(axis) != Partial()]
-        if not 0 < len(others) < len(expr.reads):
-            continue
-        if not all(commute(("sum", *fusion.layout(x).reduce_ops.values())) for x in others):
-            continue
-        goals = {x: fusion.layout(x).with_placement(axis, Partial()) for x in others}
-        if all(_may_be_term(fusion, x, axis, goal) for x, goal in goals.items()):
-            yield from goals.items()
-            return  # another axis looks at the layouts that these become
-
-
-def _is_alone(fusion: Fusion, value: str) -> bool:
-    return len(fusion.consumers[value]) == 1 and value not in fusion.outputs
-
-
-def _may_be_term(fusion: Fusion, value: str, axis: str, goal: Layout) -> bool:
-    """Return whether ranks may hold terms of an inferred value for no more bytes than the whole."""
-    out, producer = fusion.values[value], fusion.producers.get(value)
-    layout = fusion.layout(value)
-    if producer is None or producer.op == "set" or len(producer.outputs) > 1:
-        return False
-    if TABLE[producer.op].partial == "quotient":  # terms by 0 are infinite, of any sign
-        return False
-    if out.is_law or out.stream is not None or layout.placement(axis) != Replicate():
-        return False
-    as_term = choose(producer, {**fusion.values, value: replace(out, layout=None)}, goal)
-    as_whole = choose_here(producer, fusion.values)
-    if as_term is None or as_whole is None or as_term.result != goal:
-        return False
-    return moved(as_term, producer, fusion.values, goal) <= moved(
-        as_whole, producer, fusion.values, layout
-    )
-
-
 def _settle(sweep: _Sweep, value: str, layout: Layout) -> None:
     """Decide along each Partial axis of a value whether it is reduced at once or later."""
     if not layout.partial_axes:
         return
     readers = {
-        r.outputs[0]: _wanted(sweep.pushed, r, value) for r in _free_readers(sweep.fusion, value)
+        r.outputs[0]: read_layouts(r, sweep.pushed)[value]
+        for r in _free_readers(sweep.fusion, value)
     }
     for axis in layout.partial_axes:
         goals = {g for g in readers.values() if axis not in g.partial_axes}
@@ -282,17 +230,7 @@ def _price(fusion: Fusion, value: str, axis: str, to: Placement) -> int:
 
 
 def _bytes(value: Value, layout: Layout, axis: str, to: Placement) -> int:
-    shape, (before, after) = value.travels(layout, layout.with_placement(axis, to))
-    return cost(before, after, shape) * value.dtype.itemsize
-
-
-def _wanted(fusion: Fusion, expr: Expr, value: str) -> Layout:
-    """Return the layout in which an expression reads a value; for a set, that of its result."""
-    if expr.op == "set":
-        return fusion.layout(expr.output)
-    strategy = choose_here(expr, fusion.values)
-    assert strategy is not None
-    return strategy.wanted[value]
+    return move_cost(value, layout, layout.with_placement(axis, to))
 
 
 def _common(goals: set[Layout], mesh: DeviceMesh, axis: str) -> Placement:

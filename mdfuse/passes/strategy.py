@@ -15,7 +15,7 @@ from mdfuse.caching import Cache
 from mdfuse.extents.assumptions import active_assumptions
 from mdfuse.ir.dims import DimMap, Labels
 from mdfuse.ir.dims_in_blocks import IN_BLOCKS, labels_in_blocks
-from mdfuse.ir.graph import Expr, Value
+from mdfuse.ir.graph import Expr, Fusion, Value
 from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.blocks import Cut
 from mdfuse.layouts.layout import Layout, Partial, Placement, Shard
@@ -92,6 +92,14 @@ def _known(
 def choose_here(expr: Expr, values: Mapping[str, Value]) -> Strategy | None:
     """Return the strategy of an expression whose results are to have the layouts in `values`."""
     return choose(expr, values, *[values[name].layout for name in expr.outputs])
+
+
+def read_layouts(expr: Expr, fusion: Fusion) -> Mapping[str, Layout]:
+    """Return the layouts in which an expression reads its operands: a set in that of its result."""
+    if expr.op == "set":
+        return dict.fromkeys(expr.reads, fusion.layout(expr.output))
+    strategy = choose_here(expr, fusion.values)
+    return strategy.wanted if strategy is not None else {}
 
 
 def is_view(expr: Expr) -> bool:

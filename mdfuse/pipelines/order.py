@@ -8,7 +8,7 @@ before the work on this one begins. Stages on shared ranks send nothing: there a
 before an earlier one goes on, so that it waits for its own operands only.
 
 Two actions that overlap are two lists beside each other, whose blocks are taken in turns, a piece
-at a time (`hir/emit/blocks.py`).
+at a time (`hir/emit/stage_blocks.py`).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from mdfuse.extents.extent import is_symbolic
 from mdfuse.hir.analysis.dataflow import dataflow
 from mdfuse.hir.instructions import POSTS
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.plan.streams import CALLER
+from mdfuse.plan.numbered_streams import CALLER
 
 #: Places begin at multiples of this, bytes: torch aligns new buffers so.
 _ALIGNED = 512

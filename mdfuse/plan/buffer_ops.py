@@ -17,7 +17,7 @@ from mdfuse.ir.ops import itself
 from mdfuse.layouts.boxes import nth_chunk, relative
 from mdfuse.layouts.layout import Partial
 from mdfuse.layouts.stream import JOINED
-from mdfuse.plan import counted, products
+from mdfuse.plan import counted_steps, product_steps
 from mdfuse.plan.allocation import empty, new_buffer
 from mdfuse.plan.context import Context, base_name
 from mdfuse.plan.lines import Line, SlotRef, drop
@@ -27,7 +27,7 @@ from mdfuse.plan.local_ops import ordered
 _Call = Callable[..., Tensor] | str
 
 
-def _made(i: Instruction, context: Context, run: _Call, *args: Any) -> list[Line]:
+def _bound_result(i: Instruction, context: Context, run: _Call, *args: Any) -> list[Line]:
     """Bind the result to the tensor that a call makes, or copy that tensor into its buffer.
 
     Pure views are views of the operand; all else is dense.
@@ -79,10 +79,10 @@ def _narrow(i: Instruction, context: Context) -> list[Line]:
     for dim in after.keys() - before.keys():
         first = whole[dim][0]
         runs = tuple((start - first, stop - start) for start, stop in after[dim])
-        return _made(i, context, _in_runs, dim, runs)
+        return _bound_result(i, context, _in_runs, dim, runs)
     box = relative(part, whole)
     index = tuple(slice(start, stop) for start, stop in box)
-    return _made(i, context, "__getitem__", index)
+    return _bound_result(i, context, "__getitem__", index)
 
 
 def _in_runs(x: Tensor, dim: int, runs: Sequence[tuple[int, int]]) -> Tensor:
@@ -110,7 +110,7 @@ def _select(i: Instruction, context: Context) -> list[Line]:
             because=f"%{base_name(source)} has shape {shape} on rank {context.rank}",
             hint=f"indices go from 0 to {extent - 1}",
         )
-    return _made(i, context, "select", dim, index)
+    return _bound_result(i, context, "select", dim, index)
 
 
 def _unexpand(i: Instruction, context: Context) -> list[Line]:
@@ -118,12 +118,12 @@ def _unexpand(i: Instruction, context: Context) -> list[Line]:
     dims = i.kwargs["dims"]
     ndim = len(context.type(i.outputs[0]).shape)
     index = tuple(slice(0, 1) if d in dims else slice(None) for d in range(ndim))
-    return _made(i, context, "__getitem__", index)
+    return _bound_result(i, context, "__getitem__", index)
 
 
-def _own(i: Instruction, context: Context) -> list[Line]:
+def _all_of_operand(i: Instruction, context: Context) -> list[Line]:
     """Bind the result to all of the operand."""
-    return _made(i, context, itself)
+    return _bound_result(i, context, itself)
 
 
 def _pad(i: Instruction, context: Context) -> list[Line]:
@@ -131,14 +131,14 @@ def _pad(i: Instruction, context: Context) -> list[Line]:
     (output,) = i.outputs
     shape, dim = context.local(output), i.kwargs["dim"]
     if context.local(i.reads[0]) == shape:
-        return _made(i, context, "contiguous")
+        return _bound_result(i, context, "contiguous")
 
     def pad(x: Tensor) -> Tensor:
         padded = x.new_zeros(shape)
         padded.narrow(dim, 0, x.shape[dim]).copy_(x)
         return padded
 
-    return _made(i, context, pad)
+    return _bound_result(i, context, pad)
 
 
 def _pack(i: Instruction, context: Context) -> list[Line]:
@@ -160,7 +160,7 @@ def _pack(i: Instruction, context: Context) -> list[Line]:
         to = attrs["to_dim"] + (attrs["to_dim"] < attrs["dim"])
         return torch.cat([x.narrow(to, a, b - a).reshape(-1) for a, b in blocks])
 
-    return _made(i, context, pack)
+    return _bound_result(i, context, pack)
 
 
 def _pack_evenly(i: Instruction, context: Context, fact: Tensor, parts: int) -> list[Line]:
@@ -201,7 +201,7 @@ def _term(i: Instruction, context: Context) -> list[Line]:
             filled[index] = x
         return filled
 
-    return _made(i, context, term)
+    return _bound_result(i, context, term)
 
 
 def _new_ops(i: Instruction, context: Context) -> dict[str, str]:
@@ -277,13 +277,13 @@ _PREPARED: dict[str, Callable[[Instruction, Context], list[Line]]] = {
     "chunk": _narrow,
     "select": _select,
     "unexpand": _unexpand,
-    "own": _own,
+    "own": _all_of_operand,
     "pad": _pad,
     "pack": _pack,
     "term": _term,
     "accumulate": _accumulate,
-    "addmm": products.added,
-    **counted.PREPARED,
+    "addmm": product_steps.added,
+    **counted_steps.PREPARED,
 }
 
 

@@ -27,10 +27,10 @@ from mdfuse.plan.arena import Arena, arena
 from mdfuse.plan.context import CALLER_SLOT, Context, Fuse, PlanStep
 from mdfuse.plan.index_checks import IndexChecks
 from mdfuse.plan.lines import Function, Line, SlotRef, Slots, Stamping, write
-from mdfuse.plan.memory import Owned, in_place, own
-from mdfuse.plan.posts import Posts
+from mdfuse.plan.owned_memory import Owned, in_place, owned_by_plan
+from mdfuse.plan.posting import Posts
 from mdfuse.plan.steps import Builder
-from mdfuse.runtime.watch.running import RunCount, register
+from mdfuse.runtime.watch.plan_position import RunCount, register
 
 __all__ = ["Context", "Plan", "PlanStep", "build"]
 
@@ -117,7 +117,7 @@ class Plan:
     def owned(self) -> Owned:
         """The buffers that are the same in all runs, and the calls that are left for each run."""
         if self.one_stream:
-            return own(self.lines, self.outputs, self.device)
+            return owned_by_plan(self.lines, self.outputs, self.device)
         numbers = tuple(range(len(self.lines)))
         return Owned(buffers={}, lines=self.lines, numbers=numbers, nbytes=0)
 

@@ -17,9 +17,9 @@ from mdfuse.errors import reason
 from mdfuse.plan import inductor
 from mdfuse.plan.artefacts import Artefacts, UnreadableError
 from mdfuse.plan.inductor import Function, TracedGraph
+from mdfuse.plan.many_lengths import SymbolicCalls
 from mdfuse.plan.overwrites import is_tangled
-from mdfuse.plan.progress import progress
-from mdfuse.plan.symbolic import SymbolicCalls
+from mdfuse.plan.progress_bar import progress
 from mdfuse.plan.tensor_meta import Form
 from mdfuse.plan.unit_keys import name_of
 from mdfuse.runtime.deadline import Deadline
@@ -74,7 +74,7 @@ class Tally:
     unsaved: Counter[str] = field(default_factory=Counter)
     unreadable: Counter[str] = field(default_factory=Counter)
 
-    def told(self) -> Iterator[str]:
+    def report_lines(self) -> Iterator[str]:
         """Yield the lines of a report."""
         counts = {
             "compiled": self.compiled,
@@ -153,9 +153,9 @@ def traced_with_sizes(
     return compiled, trace
 
 
-def serve(key: Hashable, forms: Sequence[Form], made: Made, results: list[Form]) -> Made:
+def serve(key: Hashable, forms: Sequence[Form], unit: Made, results: list[Form]) -> Made:
     """Return a function for many lengths as one for arguments of these forms."""
-    served = Made(results, function=made.function)
+    served = Made(results, function=unit.function)
     _MADE.put((key, *forms), served)
     return served
 
@@ -219,53 +219,53 @@ def _read(name: str, tally: Tally) -> Made | None:
     return Made(stored[1], name, function=stored[0])
 
 
-def _completed(made: Made, timeout_s: float, tally: Tally) -> bool:
+def _completed(unit: Made, timeout_s: float, tally: Tally) -> bool:
     """Compile a function unless another process does; tell whether it is done."""
     folder = artefacts()
-    if folder is None or made.name is None:
-        _compile(made, tally)
+    if folder is None or unit.name is None:
+        _compile(unit, tally)
         return True
     try:
-        with folder.lock(made.name, timeout_s) as is_mine:
-            if is_mine and not made.is_done:  # another thread may have been there
-                _find_or_compile(made, made.name, folder, tally)
+        with folder.lock(unit.name, timeout_s) as is_mine:
+            if is_mine and not unit.is_done:  # another thread may have been there
+                _find_or_compile(unit, unit.name, folder, tally)
             return is_mine
     except OSError as error:
-        if not made.is_done:
-            _compile(made, tally)
+        if not unit.is_done:
+            _compile(unit, tally)
             tally.unsaved[reason(error)] += 1
         return True
 
 
-def _find_or_compile(made: Made, name: str, folder: Artefacts, tally: Tally) -> None:
+def _find_or_compile(unit: Made, name: str, folder: Artefacts, tally: Tally) -> None:
     again = Tally()  # files of no use were counted when they were looked for
     stored = _read(name, again)
     tally.in_files += again.in_files
     if stored is not None:
-        made.function, made.traced = stored.function, None
+        unit.function, unit.traced = stored.function, None
         return
-    _compile(made, tally)
-    if made.function is not None:
-        why = folder.save(name, made.function, made.results)
+    _compile(unit, tally)
+    if unit.function is not None:
+        why = folder.save(name, unit.function, unit.results)
         tally.unsaved.update([why] if why is not None else [])
 
 
-def _compile(made: Made, tally: Tally) -> None:
-    assert made.traced is not None
+def _compile(unit: Made, tally: Tally) -> None:
+    assert unit.traced is not None
     try:
-        made.function = _compiled(made, made.traced)
+        unit.function = _compiled(unit, unit.traced)
         tally.compiled += 1
     except Exception as error:  # the compiler raises errors of any type; the eager calls are right
-        made.refused = reason(error)
-    made.traced = made.otherwise = None
+        unit.refused = reason(error)
+    unit.traced = unit.otherwise = None
 
 
-def _compiled(made: Made, found: TracedGraph) -> Function:
-    if made.otherwise is None:
-        return inductor.compiled(found)
+def _compiled(unit: Made, graph: TracedGraph) -> Function:
+    if unit.otherwise is None:
+        return inductor.compiled(graph)
     try:
-        function = inductor.compiled(found)
+        function = inductor.compiled(graph)
     except Exception:  # likewise
-        return inductor.compiled(made.otherwise())
-    made.serves = found.holds
+        return inductor.compiled(unit.otherwise())
+    unit.serves = graph.holds
     return function

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from mdfuse.backends.base import Poster
-from mdfuse.hir.capture import HostValues
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
+from mdfuse.hir.uncapturable import HostValues
 from mdfuse.ir.infer import dense_strides
 from mdfuse.layouts.boxes import Box
 from mdfuse.layouts.call import Call
 from mdfuse.plan.lines import Line, SlotRef, Slots
-from mdfuse.plan.streams import CALLER
+from mdfuse.plan.numbered_streams import CALLER
 
 if TYPE_CHECKING:
     from mdfuse.plan.index_checks import IndexChecks

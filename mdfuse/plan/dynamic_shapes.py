@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from mdfuse.plan import compilation
 from mdfuse.plan.compilation import Made
 from mdfuse.plan.inductor import TracedGraph
-from mdfuse.plan.symbolic import Calls, SymbolicCalls, joined
+from mdfuse.plan.many_lengths import Calls, SymbolicCalls, joined
 
 #: The first lengths of a unit have a function each; the later ones share one where they can.
 ALONE = 2

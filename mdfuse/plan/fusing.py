@@ -27,7 +27,7 @@ from mdfuse.plan.context import Context, PlanStep, label
 from mdfuse.plan.dynamic_shapes import Lengths
 from mdfuse.plan.inductor import AsTold, Function
 from mdfuse.plan.lines import Line, SlotRef, drop
-from mdfuse.plan.symbolic import Calls
+from mdfuse.plan.many_lengths import Calls
 from mdfuse.plan.tensor_meta import Form
 from mdfuse.plan.unit_keys import unit_key
 
@@ -35,7 +35,7 @@ from mdfuse.plan.unit_keys import unit_key
 #: no function serves many of them, that would take longer than the calls one by one.
 MOST = 8
 
-#: How many units `Fuser.told` names for one reason.
+#: How many units `Fuser.report_lines` names for one reason.
 _TOLD = 8
 
 
@@ -149,8 +149,8 @@ class Fuser:
         if sum(map(_works, cut.inside)) < 2:
             return list(steps)
         dense = {slot: context.new_slot() for slot in _unknown(cut, outside, context)}
-        compiled = self.made(i, cut, _forms(cut, outside, context))
-        _learn(_found(cut, compiled.results, outside, context), i, context)
+        compiled = self.function_of(i, cut, _forms(cut, outside, context))
+        _learn(_facts(cut, compiled.results, outside, context), i, context)
         before = [
             Line(run="contiguous", args=(SlotRef(slot),), into=new, shares=(slot,))
             for slot, new in dense.items()
@@ -180,7 +180,7 @@ class Fuser:
             self._held[id(step)] = _PendingUnit(step, compiled, i, eager)
         return [step, *(step for step in steps if step.op == "keep")]
 
-    def made(self, i: Instruction, cut: _Cut, forms: Sequence[Form]) -> Made:
+    def function_of(self, i: Instruction, cut: _Cut, forms: Sequence[Form]) -> Made:
         """Return the function of a cut, which is compiled now or will be with all others."""
         calls = Calls(cut.inside, cut.takes, cut.makes, tuple(forms))
         key = unit_key(cut.inside, cut.takes, cut.makes)
@@ -222,9 +222,9 @@ class Fuser:
         called = (replace(x, run=run) if x.run is _not_compiled else x for x in lines)
         return [replace(held.step, lines=tuple(called))]
 
-    def told(self) -> Iterator[str]:
+    def report_lines(self) -> Iterator[str]:
         """Yield the lines of a report on compiled and eager units."""
-        yield from self.tally.told()
+        yield from self.tally.report_lines()
         reasons: dict[str, list[str]] = {}
         for name, why in self.refused.items():
             reasons.setdefault(why, []).append(name)
@@ -234,9 +234,9 @@ class Fuser:
             yield f"{', '.join(names[:_TOLD])}{others}: {run} eagerly, {why}"
 
 
-def _called(made: Made, function: Function) -> AsTold:
+def _called(unit: Made, function: Function) -> AsTold:
     """Return the function that a step calls; later calls rely on the known strides."""
-    _, strides, dtypes, _ = zip(*made.results, strict=True) if made.results else ((),) * 4
+    _, strides, dtypes, _ = zip(*unit.results, strict=True) if unit.results else ((),) * 4
     return AsTold(function, strides, dtypes)
 
 
@@ -260,13 +260,13 @@ def _written_last(i: Instruction, outside: Mapping[int, str], context: Context) 
 
 
 def _cut(
-    lines: Sequence[Line], kept: set[int], last: set[int], *, are_shared: bool = False
+    lines: Sequence[Line], outside: set[int], last: set[int], *, are_shared: bool = False
 ) -> _Cut:
     """Cut the calls of a unit.
 
     Args:
         lines: the calls.
-        kept: the slots that are used outside.
+        outside: the slots that are used outside.
         last: those that are filled behind the compiled function.
         are_shared: results that may share memory come behind it, as views do. Nothing writes there
             later: results in memory that is written again would be copies (`local_ops.ordered`).
@@ -274,7 +274,7 @@ def _cut(
     Raises:
         Refusal: it is not known whether a result shares memory with another value.
     """
-    needed = set(kept)
+    needed = set(outside)
     behind: list[Line] = []
     filling: list[Line] = []
     for line in reversed(lines):
@@ -301,7 +301,7 @@ def _cut(
         raise Refusal("a library reads what the unit writes over")
     if not _are_apart([bases[slot] for slot in makes], takes):
         if not are_shared:
-            return _cut(lines, kept, last, are_shared=True)
+            return _cut(lines, outside, last, are_shared=True)
         raise Refusal("a result may share memory with an operand, or with another result")
     last_of_all = (*behind[::-1], *filling[::-1])
     return _Cut(ahead, tuple(inside), last_of_all, tuple(takes), tuple(makes))
@@ -393,7 +393,7 @@ def _forms(cut: _Cut, outside: Mapping[int, str], context: Context) -> list[Form
     return forms
 
 
-def _found(
+def _facts(
     cut: _Cut, results: Sequence[Form], outside: Mapping[int, str], context: Context
 ) -> dict[int, Tensor]:
     """Return slot -> a meta tensor like the unit's argument, result, or a view of these."""

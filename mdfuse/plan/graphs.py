@@ -289,7 +289,7 @@ class GraphPlan:
             return ()
         graphs = self._captured[n]
         give_up(graphs.pop(next(key for key in graphs if key)).recording)
-        self._turns[n].rest()
+        self._turns[n].note_capture()
         return at
 
     def _give_up(self, n: int) -> None:

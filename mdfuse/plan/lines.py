@@ -115,11 +115,11 @@ class Line:
         values = (*self.args, *(x for _, x in self.kwargs))
         return tuple(dict.fromkeys(r.slot for x in values for r in _refs(x)))
 
-    def without(self, kept: Container[int]) -> Line:
+    def without(self, slots: Container[int]) -> Line:
         """Return the line, or where it empties slots, one that spares the kept ones."""
         if self.run is not None:
             return self
-        return Line(run=None, into=tuple(s for s in self.targets if s not in kept))
+        return Line(run=None, into=tuple(s for s in self.targets if s not in slots))
 
     def __call__(self, slots: Slots | dict[int, Any]) -> None:
         """Make the call on a list of slots."""
@@ -233,14 +233,14 @@ class _Writer:
         if isinstance(x, SlotRef):
             if x.slot not in self.owned:
                 return _FORMS[x.form].format(self.slot(x.slot))
-            return self.constant(self.kept(x), x.slot)
+            return self.constant(self.owned_constant(x), x.slot)
         if isinstance(x, list):
             if all(r.slot in self.owned for r in _refs(x)):
-                return self.constant(self.kept(x))
+                return self.constant(self.owned_constant(x))
             return f"[{', '.join(map(self.operand, x))}]"
         return self.constant(x)
 
-    def kept(self, x: Any) -> Any:
+    def owned_constant(self, x: Any) -> Any:
         """Return the value of an argument that refers to owned buffers only, made once."""
         key = x if isinstance(x, SlotRef) else id(x)
         if key not in self.owned_values:

@@ -194,7 +194,7 @@ class AddressMisses:
     >>> turns = AddressMisses(patience=2)
     >>> [turns.is_due(at) for at in ((1,), (2,), (2,))]
     [False, False, True]
-    >>> turns.rest()
+    >>> turns.note_capture()
     >>> [turns.is_due(at) for at in ((3,), (3,), (3,), (3,))]
     [False, False, False, True]
     """
@@ -209,6 +209,6 @@ class AddressMisses:
         self._last = at
         return self._times >= self.patience
 
-    def rest(self) -> None:
+    def note_capture(self) -> None:
         """Note that a graph was captured."""
         self.patience, self._times = 2 * self.patience, 0

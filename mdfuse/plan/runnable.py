@@ -1,11 +1,11 @@
-"""The plans, or wrappers of plans, that an evaluator keeps for each kind of arguments."""
+"""The plans, or functions in their place, that an evaluator keeps for each kind of arguments."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from torch import Tensor
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from mdfuse.plan.graphs import GraphPlan
 
 
-#: A plan, eager or captured, or a wrapper; `Plan` describes the members.
-Runnable: TypeAlias = "Plan | GraphPlan | ByCall | _Around"
+#: A plan, eager or captured, or a function in its place; `Plan` describes the members.
+Runnable: TypeAlias = "Plan | GraphPlan | ByCall"
 
 
 @dataclass(frozen=True)
@@ -29,19 +29,16 @@ class ByCall:
     Attributes:
         call: takes the arguments and the caller's buffers, and returns the results.
         numbers, may_overlap, records: as of a plan.
-        forget: gives up buffers that it keeps.
+        release: gives up buffers that it keeps.
+        quick: the run by one graph alone, which there is not.
     """
 
     call: Callable[[Sequence[Any], Sequence[Any] | None], list[Any]]
     numbers: bool
     may_overlap: bool
     records: bool
-    forget: Callable[[], None]
-
-    @property
-    def quick(self) -> None:
-        """The run by one graph alone, which there is not."""
-        return None
+    release: Callable[[], None]
+    quick: ClassVar[None] = None
 
     def run(
         self,
@@ -51,50 +48,13 @@ class ByCall:
     ) -> list[Any]:
         return self.call(arguments, out)
 
-    def release(self) -> None:
-        self.forget()
-
 
 @dataclass(frozen=True)
-class _Around:
-    """A wrapper that passes everything on to a plan."""
-
-    plan: Plan | ByCall
-
-    @property
-    def numbers(self) -> bool:
-        return self.plan.numbers
-
-    @property
-    def may_overlap(self) -> bool:
-        return self.plan.may_overlap
-
-    @property
-    def records(self) -> bool:
-        return self.plan.records
-
-    @property
-    def quick(self) -> None:
-        """The run by one graph alone, if there is one; `GraphPlan` has it."""
-        return None
-
-    def run(
-        self,
-        arguments: Sequence[Any],
-        out: Sequence[Any] | None = None,
-        at: Sequence[int] | None = None,
-    ) -> list[Any]:
-        return self.plan.run(arguments, out, at)
-
-    def release(self) -> None:
-        self.plan.release()
-
-
-@dataclass(frozen=True)
-class Once(_Around):
+class Once(ByCall):
     """A plan that has run once; when arguments of its kind come again, it is captured.
 
     Attributes:
+        plan: the plan.
         addresses: slot -> the address of the caller's buffer in that run.
         fresh: for each output of that run its form; None where it is no dense tensor with memory of
             its own.
@@ -102,7 +62,7 @@ class Once(_Around):
 
     plan: Plan
     addresses: dict[int, int]
-    fresh: list[Form | None] = field(default_factory=list)
+    fresh: list[Form | None]
 
     def stay(self, other: Plan, now: Mapping[int, int]) -> dict[int, int]:
         """Return the addresses of the caller's buffers that did not move, by slots of another plan.
@@ -122,19 +82,19 @@ class Once(_Around):
             if (at := self.addresses.get(old)) is not None and at == now[old]
         }
 
-    def run(
-        self,
-        arguments: Sequence[Any],
-        out: Sequence[Any] | None = None,
-        at: Sequence[int] | None = None,
-    ) -> list[Any]:
-        results = self.plan.run(arguments, out)
+
+def once(plan: Plan, addresses: dict[int, int]) -> Once:
+    """Return a plan before its first run, whose results it looks at."""
+    fresh: list[Form | None] = []
+
+    def call(arguments: Sequence[Any], out: Sequence[Any] | None) -> list[Any]:
+        results = plan.run(arguments, out)
         taken = Counter(
             x.untyped_storage().data_ptr()
             for x in (*arguments, *(out or ()), *results)
             if isinstance(x, Tensor)
         )
-        self.fresh[:] = [
+        fresh[:] = [
             form_of(x)
             if isinstance(x, Tensor)
             and taken[x.untyped_storage().data_ptr()] == 1
@@ -144,27 +104,37 @@ class Once(_Around):
         ]
         return results
 
+    return Once(**_around(plan, call), plan=plan, addresses=addresses, fresh=fresh)
 
-@dataclass(frozen=True)
-class CheckedPlan(_Around):
-    """A plan that checks indices; after each run all ranks exchange their errors.
 
-    Attributes:
+def checked(
+    plan: Plan | ByCall, checks: IndexChecks, meet: Callable[[IndexRangeError | None], None]
+) -> ByCall:
+    """Return a plan that checks indices; after each run all ranks exchange their errors.
+
+    Args:
+        plan: the plan.
         checks: the checks of this rank.
         meet: raises on all ranks where one of them has a problem.
     """
 
-    checks: IndexChecks
-    meet: Callable[[IndexRangeError | None], None]
-
-    def run(
-        self,
-        arguments: Sequence[Any],
-        out: Sequence[Any] | None = None,
-        at: Sequence[int] | None = None,
-    ) -> list[Any]:
-        """Run once; return the results where no rank found an index out of range."""
-        self.checks.take()
-        results = self.plan.run(arguments, out)
-        self.meet(self.checks.take())
+    def call(arguments: Sequence[Any], out: Sequence[Any] | None) -> list[Any]:
+        checks.take()
+        results = plan.run(arguments, out)
+        meet(checks.take())
         return results
+
+    return ByCall(**_around(plan, call))
+
+
+def _around(
+    plan: Plan | ByCall, call: Callable[[Sequence[Any], Sequence[Any] | None], list[Any]]
+) -> dict[str, Any]:
+    """Return the fields of a run in the place of a plan's."""
+    return {
+        "call": call,
+        "numbers": plan.numbers,
+        "may_overlap": plan.may_overlap,
+        "records": plan.records,
+        "release": plan.release,
+    }

@@ -11,13 +11,13 @@ from mdfuse.hir.analysis.dataflow import shared_operand
 from mdfuse.hir.instructions import COMMUNICATIONS, MEMORY, PURE_VIEWS, op_of, row_of
 from mdfuse.hir.program import Instruction
 from mdfuse.ir import ops
-from mdfuse.plan import buffer_ops, counted, streams
+from mdfuse.plan import buffer_ops, counted_steps, numbered_streams
 from mdfuse.plan.allocation import allocate
 from mdfuse.plan.context import CALLER_SLOT, Context, PlanStep, label
 from mdfuse.plan.lines import Line, SlotRef, drop
 from mdfuse.plan.local_ops import compute
-from mdfuse.plan.posts import Posts
-from mdfuse.plan.streams import CALLER
+from mdfuse.plan.numbered_streams import CALLER
+from mdfuse.plan.posting import Posts
 
 
 @dataclass
@@ -101,21 +101,25 @@ class Builder:
     def handle(self, index: int) -> SlotRef | torch.cuda.Stream:
         """Return a stream as an argument of a call."""
         return (
-            SlotRef(CALLER_SLOT) if index == CALLER else streams.stream(self.context.device, index)
+            SlotRef(CALLER_SLOT)
+            if index == CALLER
+            else numbered_streams.stream(self.context.device, index)
         )
 
     def guard(self, slots: Sequence[int]) -> None:
         """Keep the memory of buffers that were made on another stream than the current one."""
         away = tuple(x for x in slots if self.homes.get(x, self.current) != self.current)
         if away and self.context.has_streams:
-            line = Line(run=streams.keep, args=(self.handle(self.current), *map(SlotRef, away)))
+            line = Line(
+                run=numbered_streams.keep, args=(self.handle(self.current), *map(SlotRef, away))
+            )
             self.steps.append(PlanStep(lines=(line,), label="keep", op="keep"))
 
     def switch(self, i: Instruction) -> None:
         self.current = to = self.stream(i)
         if self.context.has_streams:
             self.switches = True
-            self.context.stream = streams.raw(self.context.device, to, self.context.caller)
+            self.context.stream = numbered_streams.raw(self.context.device, to, self.context.caller)
             line = Line(run=torch.cuda.set_stream, args=(self.handle(to),))
             self.steps.append(
                 PlanStep(lines=(line,), label="set_stream", op="set_stream", stream=to)
@@ -126,9 +130,9 @@ class Builder:
         lines: tuple[Line, ...] = ()
         if self.context.has_streams:
             self.switches = True
-            event = streams.event(self.context.device, other)
+            event = numbered_streams.event(self.context.device, other)
             args = (event, self.handle(other), self.handle(self.current))
-            lines = (Line(run=streams.join, args=args),)
+            lines = (Line(run=numbered_streams.join, args=args),)
         step = PlanStep(lines=lines, label="sync", op="sync", stream=self.current, joins=other)
         self.steps.append(step)
 
@@ -211,7 +215,7 @@ def local_step(i: Instruction, context: Context) -> PlanStep:
 
 def _prepared(i: Instruction, context: Context) -> list[Line]:
     if i.op == "alloc":
-        return counted.alloc(i, context) if i.reads else allocate(i, context)
+        return counted_steps.alloc(i, context) if i.reads else allocate(i, context)
     if i.fn in ops.TABLE:
         lines = compute(i, context)
         return lines if context.checks is None else context.checks.checked(i, lines, context)

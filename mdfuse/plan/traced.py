@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from mdfuse.hir.counted import bytes_received
+from mdfuse.hir.counted_rows import bytes_received
 from mdfuse.hir.program import Instruction
 from mdfuse.layouts.call import Call
 from mdfuse.plan.build import Plan
 from mdfuse.plan.context import PlanStep
 from mdfuse.plan.device_clock import DeviceClock
 from mdfuse.plan.lines import Stamping
-from mdfuse.plan.streams import CALLER
+from mdfuse.plan.numbered_streams import CALLER
 from mdfuse.seeing.events import name_of
 from mdfuse.seeing.trace_files import Entry, Stamps, TraceFile
 

@@ -1,7 +1,7 @@
 """The steps of a change of layout: local ones, and communications."""
 
 from mdfuse.reshard.nodes import Carriers
-from mdfuse.reshard.step import Local, Step
+from mdfuse.reshard.step_cost import Local, Step
 from mdfuse.reshard.steps import (
     arrivals,
     cost,

@@ -28,11 +28,11 @@ from mdfuse.layouts.recv_volume import (
     part_size,
     weighed,
 )
-from mdfuse.reshard.blocks import through_blocks
+from mdfuse.reshard.block_steps import through_blocks
 from mdfuse.reshard.clock import is_timed, least_arriving, nanoseconds
 from mdfuse.reshard.refined import on_common_mesh
 from mdfuse.reshard.splits import free_dims, placed, splits_of
-from mdfuse.reshard.step import Local, Step, step_cost, step_time
+from mdfuse.reshard.step_cost import Local, Step, step_cost, step_time
 
 _Steps = Callable[[Layout, Layout, tuple[int, ...], int], tuple[Step, ...]]
 _Path = tuple[Step, ...]

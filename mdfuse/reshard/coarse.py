@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mdfuse.layouts.parts import length
+from mdfuse.layouts.dim_parts import length
 from mdfuse.layouts.recv_volume import UNIT, is_special
 from mdfuse.reshard.nodes import LayoutNode, Move
 from mdfuse.reshard.search import Search
@@ -56,7 +56,7 @@ def _scattered_first(search: Search, most: int) -> Iterator[_Way]:
                     arrived = each + _arriving_by(search, node, taken)
                     yield from onward(move.after, [*way, (node, taken)], arrived)
 
-    if not search.made and len(search.ops) <= 2:  # of three there are many
+    if not search.goal_ops and len(search.ops) <= 2:  # of three there are many
         yield from onward(search.start, [], 0)
 
 

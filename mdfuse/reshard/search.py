@@ -13,7 +13,7 @@ from mdfuse.layouts.hosts import rings
 from mdfuse.layouts.layout import IDEMPOTENT, Partial, Replicate, Shard, commute
 from mdfuse.layouts.recv_volume import UNIT
 from mdfuse.reshard.clock import nanoseconds
-from mdfuse.reshard.costs import MoveCosts
+from mdfuse.reshard.edge_costs import MoveCosts
 from mdfuse.reshard.nodes import LayoutNode, Move, spanned
 
 #: Steps without communication.
@@ -153,8 +153,8 @@ class Search(MoveCosts):
             if self.is_mixed and self.is_gone(node, a):
                 return []
             moves = [Move("slice", _split(node, a, d)) for d in dims]
-            if a in self.made:
-                moves += self.making(node, a, self.made[a] in IDEMPOTENT)
+            if a in self.goal_ops:
+                moves += self.making(node, a, self.goal_ops[a] in IDEMPOTENT)
             return moves
         if dim not in self.dims or splits[dim][-1] != a:
             return []
@@ -164,7 +164,7 @@ class Search(MoveCosts):
         # S(d)[a] -> S(e)[a]: AllToAll; S(d)[a] -> P[a]: term
         if to is not None and to != dim:
             moves.append(Move("AllToAll", _split(gathered, a, to), (a,), dim, to))
-        elif a in self.made and self.made[a] != "avg":
+        elif a in self.goal_ops and self.goal_ops[a] != "avg":
             moves += self.making(gathered, a)
         return moves
 
@@ -203,9 +203,9 @@ class Search(MoveCosts):
             is_same: whether each rank's term is its current value.
         """
         stays = [p.op for p in self.source.placements if isinstance(p, Partial)]
-        ops = [self.ops[b] for b in node.partial] + [self.made[b] for b in node.goal_partial]
+        ops = [self.ops[b] for b in node.partial] + [self.goal_ops[b] for b in node.goal_partial]
         staying_ops = [op for op in stays if op not in self.ops.values()]
-        if not commute((*ops, *staying_ops, self.made[a])):
+        if not commute((*ops, *staying_ops, self.goal_ops[a])):
             return []
         after = node._replace(goal_partial=tuple(sorted((*node.goal_partial, a))))
         return [Move("slice" if is_same else "term", after, (a,))]
@@ -384,7 +384,7 @@ class Search(MoveCosts):
                 least = spent + self.least(node) + self.least_of(before, move)
                 return max(total, least), spent, 1
             spent += self.cost(move, before)
-        elif node.partial or self.made or self.is_timed:
+        elif node.partial or self.goal_ops or self.is_timed:
             return None
         return spent + (self.least(node) if self.is_timed else self.to_go(node)), spent, 2
 

@@ -22,12 +22,12 @@ from mdfuse.layouts.layout import Layout, Partial, Replicate, Shard
 from mdfuse.layouts.narrowing import is_view_of
 from mdfuse.layouts.recv_volume import UNIT, has_few_rows, is_lacking
 from mdfuse.reshard.across import across
-from mdfuse.reshard.blocks import moved, through_blocks
+from mdfuse.reshard.block_steps import moved, through_blocks
 from mdfuse.reshard.clock import is_timed
 from mdfuse.reshard.coarse import cheapest
 from mdfuse.reshard.nodes import Carriers, LayoutNode, Move, spanned
 from mdfuse.reshard.search import Search
-from mdfuse.reshard.step import Local, Step, elements, step_time
+from mdfuse.reshard.step_cost import Local, Step, elements, step_time
 
 
 def steps(

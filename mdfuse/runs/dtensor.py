@@ -65,7 +65,7 @@ def layout_of(
     """
     _check(x)
     mesh = DeviceMesh(x.device_mesh, axes, hosts)
-    placements = dict(zip(mesh.axes, (_own(x, p) for p in x.placements), strict=True))
+    placements = dict(zip(mesh.axes, (_placement_of(x, p) for p in x.placements), strict=True))
     order = {dim: [mesh.axes[i] for i in mesh_dims] for dim, mesh_dims in shard_order(x)}
     for dim in {p.dim for p in x.placements if (strided_blocks(p) or 1) > 1}:  # type: ignore[attr-defined]
         split = _split_by(x, mesh, dim)
@@ -100,7 +100,7 @@ def _turned_axis(layout: Layout) -> str | None:
     return next((axis for axis, team in teams if list(team) != sorted(team)), None)
 
 
-def _own(x: DTensor, placement: TorchPlacement) -> Placement:
+def _placement_of(x: DTensor, placement: TorchPlacement) -> Placement:
     """Return the layout's counterpart of one of torch's placements; subclasses have none."""
     if type(placement) is TorchShard or strided_blocks(placement) is not None:
         return Shard(placement.dim)  # type: ignore[attr-defined]

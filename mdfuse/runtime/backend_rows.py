@@ -10,16 +10,16 @@ from functools import partial
 import torch
 
 from mdfuse.backends.base import Backend
-from mdfuse.backends.c10d.backend import C10dBackend
-from mdfuse.backends.c10d.groups import LIBRARIES
-from mdfuse.backends.mpi import library as mpi_library
-from mdfuse.backends.mpi.backend import MpiBackend
-from mdfuse.backends.symmetric.backend import SymmetricBackend
+from mdfuse.backends.c10d.c10d_backend import C10dBackend
+from mdfuse.backends.c10d.group_openers import LIBRARIES
+from mdfuse.backends.mpi import mpi_library as mpi_library
+from mdfuse.backends.mpi.mpi_backend import MpiBackend
 from mdfuse.backends.symmetric.cuda_memory import ask_for_queues
 from mdfuse.backends.symmetric.host_memory import why_not as why_not_symmetric
 from mdfuse.backends.symmetric.providers import OUTBOX_BYTES
-from mdfuse.backends.ucx import library as ucx_library
-from mdfuse.backends.ucx.backend import UcxBackend
+from mdfuse.backends.symmetric.symmetric_backend import SymmetricBackend
+from mdfuse.backends.ucx import ucx_library as ucx_library
+from mdfuse.backends.ucx.ucx_backend import UcxBackend
 from mdfuse.bootstrap import Launch, gloo_devices
 from mdfuse.runtime.fast_lane import Lanes, agree_on_lanes
 from mdfuse.runtime.watch.watch import Watch

@@ -17,7 +17,7 @@ from typing import NoReturn
 import torch
 
 from mdfuse.backends.base import Backend, Interruptible, Poster, Resettable, Sharing
-from mdfuse.backends.mpi import library as mpi_library
+from mdfuse.backends.mpi import mpi_library as mpi_library
 from mdfuse.backends.work import first_line
 from mdfuse.config import Options, backend_choice, options_from_environment
 from mdfuse.errors import BackendError, MdfuseError, ProgramError
@@ -29,7 +29,7 @@ from mdfuse.runtime.agreement.rendezvous import Meetings, raise_alike
 from mdfuse.runtime.backend_rows import BACKENDS, World
 from mdfuse.runtime.deadline import NEVER
 from mdfuse.runtime.fast_lane import Replays, track_of
-from mdfuse.runtime.joining import (
+from mdfuse.runtime.first_meeting import (
     CLOSING_S,
     REPORTS_S,
     Door,
@@ -41,9 +41,9 @@ from mdfuse.runtime.joining import (
 from mdfuse.runtime.membership import Membership
 from mdfuse.runtime.null_world import NULL, null_arguments
 from mdfuse.runtime.opening import door_of, stand_in
-from mdfuse.runtime.watch.report import ranks_text
+from mdfuse.runtime.watch.hang_report import ranks_text
+from mdfuse.runtime.watch.plan_position import RunCount
 from mdfuse.runtime.watch.reports import tell_torchrun, tell_torchrun_at_exit, untell_torchrun
-from mdfuse.runtime.watch.running import RunCount
 from mdfuse.runtime.watch.watch import Watch
 from mdfuse.seeing.clocks import offset
 from mdfuse.torch_private import PrefixStore

@@ -12,7 +12,7 @@ import torch
 
 from mdfuse.backends.base import Around, Sharing, Tracking
 from mdfuse.backends.nccl import lane as nccl_lane
-from mdfuse.backends.nccl import library as nccl_library
+from mdfuse.backends.nccl import nccl_library as nccl_library
 from mdfuse.backends.nccl.cuda_driver import CudaDevice, Device
 from mdfuse.backends.nccl.lane import NcclLane
 from mdfuse.backends.post_notes import PostInfo, Track

@@ -8,14 +8,14 @@ from functools import partial
 
 import torch
 
-from mdfuse.backends.c10d.groups import default_group
-from mdfuse.backends.mpi import library as mpi_library
+from mdfuse.backends.c10d.group_openers import default_group
+from mdfuse.backends.mpi import mpi_library as mpi_library
 from mdfuse.bootstrap import detect
 from mdfuse.config import BackendChoice, Options
 from mdfuse.errors import BackendError
 from mdfuse.interpreter.threads import keep_ready
 from mdfuse.runtime.backend_rows import BACKENDS, World, auto
-from mdfuse.runtime.joining import Door, last_meeting, watch_for
+from mdfuse.runtime.first_meeting import Door, last_meeting, watch_for
 from mdfuse.runtime.membership import Membership
 from mdfuse.runtime.null_world import null_device, null_launch
 from mdfuse.runtime.stores import open_store

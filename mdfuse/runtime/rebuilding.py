@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from mdfuse.backends.c10d.groups import default_group
+from mdfuse.backends.c10d.group_openers import default_group
 from mdfuse.bootstrap import Launch, detect
 from mdfuse.config import Options, backend_choice, options_from_environment
 from mdfuse.errors import BackendError, ProgramError, shown
@@ -18,12 +18,12 @@ from mdfuse.interpreter.threads import keep_ready
 from mdfuse.runtime.agreement.epochs import Electorate, Excluded, asked
 from mdfuse.runtime.backend_rows import BACKENDS, auto
 from mdfuse.runtime.communicator import Communicator, follow, live, opened
-from mdfuse.runtime.joining import Door, watch_for
+from mdfuse.runtime.first_meeting import Door, watch_for
 from mdfuse.runtime.membership import Member, Membership
 from mdfuse.runtime.null_world import NULL
 from mdfuse.runtime.opening import AT_EXIT
 from mdfuse.runtime.stores import open_store
-from mdfuse.runtime.watch.report import ranks_text
+from mdfuse.runtime.watch.hang_report import ranks_text
 from mdfuse.runtime.watch.watch import end_process
 from mdfuse.torch_private import PrefixStore, Store
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from torch.distributed.rendezvous import rendezvous
 
-from mdfuse.backends.mpi import library as mpi_library
-from mdfuse.backends.mpi.requests import Waiting, poll
+from mdfuse.backends.mpi import mpi_library as mpi_library
+from mdfuse.backends.mpi.pending_requests import Waiting, poll
 from mdfuse.bootstrap import Launch, address_of_rank_0
 from mdfuse.errors import BackendError
 from mdfuse.runtime.deadline import Deadline
@@ -113,7 +113,7 @@ def _at_address(meeting: Meeting, host: str, port: int) -> tuple[Store, bool]:
     where = host, port, launch.rank, launch.size
     is_host = launch.rank == 0
     with meeting.watch.waiting(f"the store that rank 0 keeps at {host}:{port}", _STORE):
-        store = _kept(where)
+        store = _known_store(where)
         if store is None:
             store = _host_store(meeting, host, port) if is_host else _client(meeting, host, port)
             _HOSTED[where] = store
@@ -129,7 +129,7 @@ _STORE = "the store"
 _HOSTED: dict[tuple[object, ...], Store] = {}
 
 
-def _kept(where: tuple[object, ...]) -> Store | None:
+def _known_store(where: tuple[object, ...]) -> Store | None:
     """Return the store of an earlier meeting, if it still answers; else None."""
     store = _HOSTED.get(where)
     with suppress(RuntimeError):
@@ -157,7 +157,7 @@ def _from_mpi(meeting: Meeting) -> tuple[Store, bool]:
         address = world.bcast(address, 0)
         if isinstance(address, BackendError):
             raise address
-        store = store or _kept(address) or _client(meeting, *address)
+        store = store or _known_store(address) or _client(meeting, *address)
     _HOSTED[address] = store
     return store, meeting.launch.rank == 0
 
@@ -170,7 +170,7 @@ def _offer(meeting: Meeting, is_one_host: bool) -> tuple[Any, Store | None]:
     """
     try:
         for address in _HOSTED:
-            if store := _kept(address):
+            if store := _known_store(address):
                 return address, store
         host = "127.0.0.1" if is_one_host else _own_address(meeting.environment)
         store = _host_store(meeting, host, 0)

@@ -1,6 +1,6 @@
 """Profiling: events and their traces, timelines, memory over time, comparisons."""
 
-from mdfuse.seeing.actions import by_action
+from mdfuse.seeing.action_times import by_action
 from mdfuse.seeing.cost_keys import LinkKey, WorkKey
 from mdfuse.seeing.cost_tables import CostTable, cost_table
 from mdfuse.seeing.costs import H100, UNIT, Costs, Link

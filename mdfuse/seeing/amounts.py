@@ -205,12 +205,12 @@ def is_across(program: HostProgram, i: Instruction) -> bool:
     return op is not None and op.is_elementwise and are_across(program, i.reads, i.outputs)
 
 
-def are_across(program: HostProgram, reads: Iterable[str], made: Iterable[str]) -> bool:
+def are_across(program: HostProgram, reads: Iterable[str], results: Iterable[str]) -> bool:
     """Return whether full-size operands have different memory orders.
 
     Full-size operands have the shape of a result; broadcast operands are ignored.
     """
-    shapes = {program.local_shape(x) for x in made if _is_tensor(program, x)}
+    shapes = {program.local_shape(x) for x in results if _is_tensor(program, x)}
     full_size = (x for x in reads if _is_tensor(program, x) and program.local_shape(x) in shapes)
     return len({_innermost(program, x) for x in full_size}) > 1
 

@@ -10,8 +10,8 @@ from mdfuse.errors import RECOMPUTED, counted
 from mdfuse.hir.program import Instruction
 from mdfuse.ir.graph import Expr, Fusion
 from mdfuse.ir.ops import TABLE
+from mdfuse.passes.prices import received_bytes
 from mdfuse.pipelines.stages import behind_gradients
-from mdfuse.reshard import elements_received
 from mdfuse.seeing.amounts import operations
 from mdfuse.seeing.report.numbers import size_text
 
@@ -71,10 +71,8 @@ class LocalParts:
         """Return the bytes that a change of layout brings."""
         if expr.op != "set" or not self.nbytes(expr.outputs[0]):
             return 0
-        value = self.fusion.values[expr.reads[0]]
-        layouts = self.fusion.layout(value.name), self.fusion.layout(expr.output)
-        shape, (before, after) = value.travels(*layouts)
-        return round(elements_received(before, after, shape) * value.dtype.itemsize)
+        (x,), layout = expr.reads, self.fusion.layout
+        return round(received_bytes(self.fusion.values[x], layout(x), layout(expr.output)))
 
 
 def memories(fusion: Fusion) -> dict[str, str]:

@@ -11,7 +11,7 @@ from mdfuse.hir.program import HostProgram
 from mdfuse.hir.rank.pipelines import project
 from mdfuse.hir.traffic import Group, Traffic, by_kind
 from mdfuse.seeing.costs import Costs
-from mdfuse.seeing.memory import memory_of
+from mdfuse.seeing.memory_use import memory_of
 from mdfuse.seeing.rank_classes import rank_classes
 from mdfuse.seeing.timeline import timeline
 

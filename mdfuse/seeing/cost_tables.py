@@ -267,7 +267,7 @@ def cost_table(comm: Ranks, place: Path | None = None) -> CostTable | None:
         comm: as `mdfuse.init()` returns it.
         place: the folder of calibrations; by default where `mdfuse calibrate` writes.
     """
-    mine, warnings = found(machine_of(comm.device, comm.backend), place)
+    mine, warnings = find_table(machine_of(comm.device, comm.backend), place)
     for line in warnings:
         _LOG.warning(line)
     texts = comm.all_ok(mine.as_json() if mine is not None else None)
@@ -300,7 +300,7 @@ def file_name(machine: Machine, ranks: int) -> str:
     return "-".join("".join(c if c.isalnum() else "_" for c in w) for w in words) + ".json"
 
 
-def found(
+def find_table(
     machine: Machine, place: Path | None = None, any_threads: bool = False
 ) -> tuple[CostTable | None, list[str]]:
     """Return the table that counts on a machine, and the reasons why others do not.
@@ -373,17 +373,17 @@ def _files(place: Any) -> list[tuple[str, str | OSError | UnicodeDecodeError]]:
 
 
 def _tables(
-    files: Sequence[tuple[str, str | OSError | UnicodeDecodeError]], told: list[str]
+    files: Sequence[tuple[str, str | OSError | UnicodeDecodeError]], lines: list[str]
 ) -> list[tuple[str, CostTable]]:
     rows = []
     for name, text in files:
         if not isinstance(text, str):
-            told.append(f"{name} cannot be read: {text}")
+            lines.append(f"{name} cannot be read: {text}")
             continue
         try:
             rows.append((name, _read(text)))
         except ProgramError as error:
-            told.append(f"{name} is no table of costs: {error.because}")
+            lines.append(f"{name} is no table of costs: {error.because}")
     return rows
 
 

@@ -10,7 +10,7 @@ import torch
 
 from mdfuse.errors import ProgramError
 from mdfuse.interpreter.json_text import from_json
-from mdfuse.seeing.cost_tables import FORMAT, CostTable, costs_of, found, machine_of, parsed
+from mdfuse.seeing.cost_tables import FORMAT, CostTable, costs_of, find_table, machine_of, parsed
 from mdfuse.seeing.costs import H100, UNIT, Costs
 
 #: Tables that are not measured.
@@ -65,7 +65,7 @@ def told_apart(text: str, backend: str = "auto") -> str:
         if text != HERE:
             costs, _ = named(text, backend)
         else:
-            table, reasons = here(backend)
+            table, reasons = table_here(backend)
             if table is None:
                 return reasons[-1]
             costs = table.costs
@@ -83,7 +83,7 @@ def _wrong(text: str, why: str) -> ProgramError:
     )
 
 
-def here(backend: str = "auto") -> tuple[CostTable | None, list[str]]:
+def table_here(backend: str = "auto") -> tuple[CostTable | None, list[str]]:
     """Return the table of this machine, None where there is none, and the reasons.
 
     Args:
@@ -92,7 +92,7 @@ def here(backend: str = "auto") -> tuple[CostTable | None, list[str]]:
     is_gpu = torch.cuda.is_available()
     device = torch.device("cuda", 0) if is_gpu else torch.device("cpu")
     usual = "nccl" if is_gpu else "gloo"
-    table, reasons = found(machine_of(device, usual), any_threads=True)
+    table, reasons = find_table(machine_of(device, usual), any_threads=True)
     if table is None:
         return None, [*reasons, f"nothing was measured on {machine_of(device, usual).text}"]
     if backend not in ("auto", usual):

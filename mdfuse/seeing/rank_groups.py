@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from mdfuse.hir.program import HostProgram
 from mdfuse.hir.rank.pipelines import project
 from mdfuse.pipelines.schedules import Schedule
-from mdfuse.seeing.memory import memory_of
+from mdfuse.seeing.memory_use import memory_of
 from mdfuse.seeing.rank_classes import Classes
 
 

@@ -24,7 +24,7 @@ from typing import Any
 from mdfuse.communication import Communication
 from mdfuse.errors import CommunicationError, counted
 from mdfuse.hir.analysis.clobbers import uncopied
-from mdfuse.hir.counted import bytes_received, with_expected_rows
+from mdfuse.hir.counted_rows import bytes_received, with_expected_rows
 from mdfuse.hir.instructions import TRANSFERS
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.rank.pipelines import as_run, project
@@ -250,10 +250,10 @@ class _Clock:
         stop: float,
         number: int,
         part: Part = "work",
-        **more: Any,
+        **fields: Any,
     ) -> None:
         begin, end = round(start * 1e9), round(stop * 1e9)
-        event = Event(rank, lane, name, begin, end, number, part=part, **more)
+        event = Event(rank, lane, name, begin, end, number, part=part, **fields)
         self.events.append(event)
 
 
@@ -357,7 +357,7 @@ class _Rank:
             posts = self._collective(i, i.comm)
         self.handles[i.outputs[0]] = posts
 
-    def _made(
+    def _post_of(
         self, i: Instruction, what: str, lane: str, nbytes: int, seconds: float, slows: float
     ) -> _Post:
         pieces = i.kwargs.get("pieces") or 1
@@ -418,7 +418,7 @@ class _Rank:
         lane = f"to {other}" if is_send else f"from {other}"
         if what in TRANSFERS and peer != self.rank:  # the link is the same for all peers
             lane = "out" if is_send else "in"
-        post = self._made(i, what, lane, 0 if is_send else size, seconds, slows)
+        post = self._post_of(i, what, lane, 0 if is_send else size, seconds, slows)
         pair = (self.rank, other) if is_send else (other, self.rank)
         self.clock.meet((what in TRANSFERS, pair), frozenset((True, False)), is_send, post)
         return post
@@ -434,7 +434,9 @@ class _Rank:
         link = self.clock.costs.link(comm.kind, where, len(team), comm.backend)
         members = frozenset[Hashable](map(self._class, team))
         lane = self._lane(where, team)
-        post = self._made(i, name, lane, size, link.seconds(size, self._share_passed()), link.slows)
+        post = self._post_of(
+            i, name, lane, size, link.seconds(size, self._share_passed()), link.slows
+        )
         key = where, comm.source.mesh, comm.destination.mesh, members
         self.clock.meet(key, members, self.rank, post)
         return [post]
@@ -476,7 +478,7 @@ class _Rank:
             team = frozenset[Hashable](map(self._class, ranks))
             where = ",".join(comm.axes)
             seconds = self.clock.costs.link("Barrier", where, len(ranks)).seconds(0)
-            post = self._made(i, "barrier", "barrier", 0, seconds, 0.0)
+            post = self._post_of(i, "barrier", "barrier", 0, seconds, 0.0)
             self.handles[key] = [post]
             self.clock.meet(("barrier", team), team, self.rank, post)
         (post,) = self.handles[key]

@@ -183,7 +183,7 @@ class Stamps:
         lines += f'{{"{how}":{self._run},"plan":{self._plan}}}\n'
         self._write(lines)
 
-    def _write(self, more: str) -> None:
+    def _write(self, text: str) -> None:
         if self._file.is_over:
             self._times.clear()
             return
@@ -191,7 +191,7 @@ class Stamps:
         head = f'{{"run":{self._run},"plan":{self._plan},"first":{self._first}'
         self._first += len(self._times)
         self._times.clear()
-        self._file.write_text(f'{head},"ns":[{times}]}}\n{more}')
+        self._file.write_text(f'{head},"ns":[{times}]}}\n{text}')
 
 
 def _note(times: list[int], now: Callable[[], int] = perf_counter_ns) -> Callable[[], None]:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mdfuse.errors import DefinitionError, MdfuseError, counted, told
-from mdfuse.serving.attention import (
+from mdfuse.errors import DefinitionError, MdfuseError, counted, message_of
+from mdfuse.serving.cached_attention import (
     NAME,
     Noting,
     Places,
@@ -117,7 +117,7 @@ def cache_types(module: nn.Module) -> dict[str, tuple[int, int, torch.dtype]]:
     except MdfuseError:
         raise
     except Exception as error:  # the forward is the model's, and raises whatever it likes
-        because = f"its forward of one token says: {told(error)}"
+        because = f"its forward of one token says: {message_of(error)}"
         if isinstance(error, AttributeError) and error.obj is noted:
             because = f"it asks a cache for {error.name}, and caches here are keys and values alone"
         if isinstance(error, AttributeError) and isinstance(error.obj, Seen):

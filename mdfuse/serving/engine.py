@@ -12,14 +12,14 @@ import numpy.typing as npt
 from torch import nn
 
 from mdfuse.config import Options
-from mdfuse.errors import MdfuseError, ProgramError, counted, told
+from mdfuse.errors import MdfuseError, ProgramError, counted, message_of
 from mdfuse.frontend.given import refused
 from mdfuse.mesh import DeviceMesh, as_mesh
 from mdfuse.runtime.communicator import Communicator, init
+from mdfuse.serving.cache_layouts import placed
 from mdfuse.serving.decoder import cache_types
 from mdfuse.serving.front import Front, Message
 from mdfuse.serving.models import model_of
-from mdfuse.serving.placing import placed
 from mdfuse.serving.programs import Programs
 from mdfuse.serving.requests import Continuation, Request, request_of
 from mdfuse.serving.rotation import check_context, longest
@@ -150,7 +150,7 @@ class GenerationEngine:
         try:
             return self._led()
         except BaseException as error:
-            self._broken = told(error)
+            self._broken = message_of(error)
             if self._front is not None:
                 self._front.say(Message("error", text=self._broken))
             raise

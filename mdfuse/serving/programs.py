@@ -17,10 +17,10 @@ from mdfuse.compiled.imported import ImportedModel
 from mdfuse.compiled.program import Program, compile
 from mdfuse.compiled.step import Step
 from mdfuse.config import Options
-from mdfuse.errors import ProgramError, told
+from mdfuse.errors import ProgramError, message_of
 from mdfuse.mesh import DeviceMesh
 from mdfuse.runtime.communicator import Communicator
-from mdfuse.serving import sampling
+from mdfuse.serving import token_choice
 from mdfuse.serving.decoder import CACHES, own_attention, served
 from mdfuse.serving.models import GivenModel
 from mdfuse.serving.rotation import fixed
@@ -117,7 +117,7 @@ class Programs:
         chosen = tokens.tolist()
         if numbers is not None:
             for slot, token in enumerate(self._drawn(logits, numbers)):
-                if numbers[slot, sampling.TEMPERATURE]:  # among equal logits others take another
+                if numbers[slot, token_choice.TEMPERATURE]:
                     chosen[slot] = token
         return [int(x) for x in chosen]
 
@@ -137,7 +137,7 @@ class Programs:
 
     def refuse(self, has_chunk: bool, error: Exception) -> NoReturn:
         """Raise an error of this rank on all ranks: they are in a step, or come to it."""
-        problem = ProgramError("a rank cannot compute a step", because=told(error))
+        problem = ProgramError("a rank cannot compute a step", because=message_of(error))
         self.programs[has_chunk].refuse(problem)
         raise problem from error
 
@@ -147,12 +147,12 @@ class Programs:
             program = self.programs[False]
             layout = program.host.types[program.host.outputs[-1]].layout
             assert layout is not None
-            definition = sampling.define(self.shape.slots, self.words, layout, largest)
+            definition = token_choice.define(self.shape.slots, self.words, layout, largest)
             self._samplers[largest] = compile(definition, self._options)
         return self._samplers[largest]
 
     def _drawn(self, logits: Tensor, numbers: npt.NDArray[np.float64]) -> list[int]:
-        sampler = self.sampler(sampling.ordered(numbers, self.words))
+        sampler = self.sampler(token_choice.ordered(numbers, self.words))
         inputs = logits, torch.from_numpy(numbers)
         if self._comm is None:
             (drawn,) = simulate(sampler, inputs).outputs

@@ -23,9 +23,9 @@ from mdfuse.plan.build import Plan
 from mdfuse.plan.context import PlanStep
 from mdfuse.plan.index_checks import IndexChecks
 from mdfuse.plan.lines import Slots
+from mdfuse.plan.numbered_streams import CALLER
 from mdfuse.plan.pending import Pending
 from mdfuse.plan.signature import copy_alike
-from mdfuse.plan.streams import CALLER
 from mdfuse.simulation.network import SimNetwork
 
 #: Steps that the host does by itself, in program order. Views are none: what they show may be a

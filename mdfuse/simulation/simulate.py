@@ -23,12 +23,12 @@ from mdfuse.hir.verify.check import verify_once
 from mdfuse.ir.tensors import resolved, why_not
 from mdfuse.layouts.sharding import shard_tensor, unshard_tensor
 from mdfuse.leaves.carrier import LocalCarrier
-from mdfuse.leaves.run import LeafRun
+from mdfuse.leaves.leaf_run import LeafRun
 from mdfuse.plan.build import Plan
 from mdfuse.plan.context import PlanStep
 from mdfuse.plan.index_checks import IndexChecks
+from mdfuse.plan.invalid_names import check_names
 from mdfuse.plan.lines import Slots
-from mdfuse.plan.names import check_names
 from mdfuse.runs.arguments import (
     check_arguments,
     check_global,

@@ -17,11 +17,11 @@ import torch
 import mdfuse as mf
 from mdfuse.backends import staging
 from mdfuse.backends.base import root_index
-from mdfuse.backends.mpi import library as mpi_library
-from mdfuse.backends.mpi.backend import MpiBackend
-from mdfuse.backends.mpi.posts import MOST_ELEMENTS, MpiTeam, check_sizes
-from mdfuse.backends.mpi.requests import Requests, State, Waiting, poll
-from mdfuse.backends.mpi.types import carrying_type, is_reducible, reduce_op, reducing_type
+from mdfuse.backends.mpi import mpi_library as mpi_library
+from mdfuse.backends.mpi.mpi_backend import MpiBackend
+from mdfuse.backends.mpi.mpi_posts import MOST_ELEMENTS, MpiTeam, check_sizes
+from mdfuse.backends.mpi.mpi_types import carrying_type, is_reducible, reduce_op, reducing_type
+from mdfuse.backends.mpi.pending_requests import Requests, State, Waiting, poll
 from mdfuse.backends.work import DONE
 from mdfuse.bootstrap import Launch
 from mdfuse.errors import BackendError, CommunicationError
@@ -254,7 +254,7 @@ def test_which_posts_are_staged(
 ) -> None:
     """Only what goes between pairs, where MPI takes device memory: see the backend's message."""
     made: list[str] = []
-    module = "mdfuse.backends.mpi.backend"
+    module = "mdfuse.backends.mpi.mpi_backend"
     monkeypatch.setattr(f"{module}.build_post", lambda *_: None)
     monkeypatch.setattr(f"{module}.Staged", lambda *_: made.append("staged"))
     monkeypatch.setattr(f"{module}.after_the_stream", lambda *_: made.append("as it is"))
@@ -389,7 +389,7 @@ def test_a_wait_that_another_thread_ends() -> None:
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     found: list[object] = []
-    monkeypatch.setattr("mdfuse.backends.mpi.requests._KEPT", found)
+    monkeypatch.setattr("mdfuse.backends.mpi.pending_requests._KEPT", found)
     return found
 
 

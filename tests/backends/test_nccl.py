@@ -17,10 +17,10 @@ from helpers.fake_nccl import FakeDevice, FakeNccl, FakeTrack, Wire, post
 from torch import Tensor
 
 from mdfuse.backends.base import PostSite
-from mdfuse.backends.c10d.backend import C10dBackend
+from mdfuse.backends.c10d.c10d_backend import C10dBackend
 from mdfuse.backends.nccl import cuda_driver
 from mdfuse.backends.nccl import lane as nccl_lane
-from mdfuse.backends.nccl import library as nccl_library
+from mdfuse.backends.nccl import nccl_library as nccl_library
 from mdfuse.backends.nccl.cuda_driver import CudaDevice, MarkedTrack
 from mdfuse.backends.nccl.lane import NcclLane, open_lane
 from mdfuse.backends.post_notes import PostInfo
@@ -29,8 +29,8 @@ from mdfuse.errors import BackendError, CommunicationError, ProgramError
 from mdfuse.layouts.call import Call
 from mdfuse.runtime.agreement.rendezvous import Meetings
 from mdfuse.runtime.fast_lane import Lanes, Replays, agree_on_lanes
+from mdfuse.runtime.watch.plan_position import RunCount
 from mdfuse.runtime.watch.positions import is_shared
-from mdfuse.runtime.watch.running import RunCount
 from mdfuse.runtime.watch.watch import Watch
 from mdfuse.torch_private import HashStore, PrefixStore, Store, TCPStore
 

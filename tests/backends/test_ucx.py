@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.distributed import FileStore
 
 from mdfuse.backends import staging
-from mdfuse.backends.ucx import backend as ucx
-from mdfuse.backends.ucx import library as ucx_library
-from mdfuse.backends.ucx.backend import UcxBackend
-from mdfuse.backends.ucx.engine import Engine
+from mdfuse.backends.ucx import ucx_backend as ucx
+from mdfuse.backends.ucx import ucx_library as ucx_library
+from mdfuse.backends.ucx.ucx_backend import UcxBackend
+from mdfuse.backends.ucx.ucx_engine import Engine
 from mdfuse.errors import BackendError, CommunicationError
 from mdfuse.layouts.call import Call
 from mdfuse.runtime.backend_rows import BACKENDS

@@ -12,8 +12,8 @@ from helpers.golden import Golden
 from typer.testing import CliRunner, Result
 
 from mdfuse import Partial, Shard
-from mdfuse.cli.layouts import parse_layouts
 from mdfuse.cli.main import app
+from mdfuse.cli.stated_layouts import parse_layouts
 
 HELLO = str(FOLDER / "hello_mesh.py")
 MLP = str(FOLDER / "tp_mlp.py")

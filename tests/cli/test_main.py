@@ -17,10 +17,10 @@ from typer.testing import CliRunner, Result
 
 import mdfuse as lib
 from mdfuse import DeviceMesh
-from mdfuse.cli.execution import compare
+from mdfuse.cli.launched_runs import compare
 from mdfuse.cli.main import app
 from mdfuse.cli.program_file import call_build, load_build, parse_mesh
-from mdfuse.cli.report import size_text
+from mdfuse.cli.rich_tables import size_text
 
 HELLO = str(FOLDER / "hello_mesh.py")
 MLP = str(FOLDER / "tp_mlp.py")

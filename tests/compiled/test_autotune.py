@@ -93,8 +93,8 @@ def test_the_slowest_rank_counts(
     assert (plain.has_plans, chunks.has_plans) == (not is_chunked, is_chunked)
     assert peers.heard == ["[4.0, 3.0]"]
     how = "overlapped" if is_chunked else "one after the other"
-    assert found.told.endswith(f"all ranks run it {how}")
-    assert f"{seconds[1] * 1e3:.3g} ms overlapped, {seconds[0] * 1e3:.3g} ms one" in found.told
+    assert found.decision.endswith(f"all ranks run it {how}")
+    assert f"{seconds[1] * 1e3:.3g} ms overlapped, {seconds[0] * 1e3:.3g} ms one" in found.decision
 
 
 def test_first_runs_and_outliers_do_not_count(

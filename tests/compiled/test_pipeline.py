@@ -17,7 +17,7 @@ from mdfuse import DeviceMesh, Shard, hir
 from mdfuse.hir.rank.pipelines import project
 from mdfuse.hir.rank.unrolled import written_out
 from mdfuse.hir.verify.check import verify
-from mdfuse.seeing.memory import memory_of
+from mdfuse.seeing.memory_use import memory_of
 
 NAMES = ["forward", "gpipe", "1f1b", "interleaved", "zb1p", "zbv", "dualpipev"]
 POISON = mf.Options(poison=True)

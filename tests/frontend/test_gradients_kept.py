@@ -15,7 +15,7 @@ from torch import Tensor
 import mdfuse as mf
 from mdfuse.hir.rank.pipelines import project
 from mdfuse.ir.ops import TABLE
-from mdfuse.seeing.memory import memory_of
+from mdfuse.seeing.memory_use import memory_of
 
 F = torch.nn.functional
 LINKS = 4

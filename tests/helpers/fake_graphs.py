@@ -56,8 +56,8 @@ def capture_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[FakeRecorder]:
     monkeypatch.setattr(f"{evaluator}.HostIrEvaluator._may_capture", lambda *_: True)
     monkeypatch.setattr(f"{evaluator}.check_graph", lambda *_: None)
     monkeypatch.setattr(f"{evaluator}.signature_of", lambda *xs: signature_of(*xs[:4], True))
-    monkeypatch.setattr("mdfuse.plan.capturing.capture_stream", lambda _: Stream())
-    monkeypatch.setattr("mdfuse.plan.capturing.CudaRecorder", recorder)
+    monkeypatch.setattr("mdfuse.plan.capture_plans.capture_stream", lambda _: Stream())
+    monkeypatch.setattr("mdfuse.plan.capture_plans.CudaRecorder", recorder)
     mf.init(backend="gloo")
     # Each capture collects what is garbage, and need not look through what was imported by now.
     gc.collect()

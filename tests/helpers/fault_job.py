@@ -10,7 +10,7 @@ import types
 import torch
 
 import mdfuse as mf
-from mdfuse.backends.mpi import library as mpi_library
+from mdfuse.backends.mpi import mpi_library as mpi_library
 from mdfuse.plan import inductor
 from mdfuse.runtime import opening
 

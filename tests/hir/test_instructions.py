@@ -209,7 +209,7 @@ def test_a_number_as_output() -> None:
 
 def test_every_instruction_is_known_where_it_is_used() -> None:
     """A row that the verifier or a plan has forgotten would be a wrong program, not an error."""
-    from mdfuse.hir.verify.buffers import _OF_ONE, RULES
+    from mdfuse.hir.verify.buffer_types import _OF_ONE, RULES
     from mdfuse.hir.verify.counts import _OF_TYPES
     from mdfuse.hir.verify.flow import _STEPS
     from mdfuse.plan.buffer_ops import _PREPARED

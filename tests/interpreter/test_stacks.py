@@ -16,7 +16,7 @@ from mdfuse.interpreter.garbage import no_collection
 from mdfuse.interpreter.stacks import seen
 from mdfuse.runtime.agreement.concurrent_runs import crowd
 from mdfuse.runtime.watch import watch
-from mdfuse.runtime.watch.running import running
+from mdfuse.runtime.watch.plan_position import running
 
 
 def _deep(depth: int, here: threading.Event, leave: threading.Event) -> None:

@@ -13,7 +13,7 @@ import torch
 from helpers.in_turn import in_turn
 from torch import Tensor
 
-from mdfuse.backends.c10d.backend import C10dBackend
+from mdfuse.backends.c10d.c10d_backend import C10dBackend
 from mdfuse.bootstrap import detect, gloo_devices
 from mdfuse.errors import BackendError, CommunicationError
 from mdfuse.layouts.call import Call

@@ -12,7 +12,7 @@ from helpers.example_files import SMALL, example
 
 import mdfuse as mf
 from mdfuse import DeviceMesh
-from mdfuse.cli.execution import gather, local_inputs
+from mdfuse.cli.launched_runs import gather, local_inputs
 
 pytestmark = pytest.mark.world(4)
 

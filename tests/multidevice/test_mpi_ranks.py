@@ -8,8 +8,8 @@ import pytest
 import torch
 from backend_suite import *  # noqa: F403  the tests that every backend passes
 
-from mdfuse.backends.mpi import library as mpi_library
-from mdfuse.backends.mpi.backend import MpiBackend
+from mdfuse.backends.mpi import mpi_library as mpi_library
+from mdfuse.backends.mpi.mpi_backend import MpiBackend
 from mdfuse.errors import BackendError
 from mdfuse.layouts.call import Call
 from mdfuse.torch_private import PrefixStore

@@ -20,7 +20,7 @@ from torch import Tensor
 import mdfuse as mf
 from mdfuse.backends.base import PostSite
 from mdfuse.backends.nccl import lane as nccl_lane
-from mdfuse.backends.nccl import library as nccl_library
+from mdfuse.backends.nccl import nccl_library as nccl_library
 from mdfuse.backends.nccl.cuda_driver import CudaDevice
 from mdfuse.backends.nccl.lane import NcclLane, open_lane
 from mdfuse.layouts.call import Call

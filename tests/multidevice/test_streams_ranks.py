@@ -16,10 +16,10 @@ from torch import Tensor
 import mdfuse as mf
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.rank.pipelines import project
-from mdfuse.plan import streams
+from mdfuse.plan import numbered_streams
 from mdfuse.plan.build import Plan, build
 from mdfuse.plan.lines import Line
-from mdfuse.plan.posts import groups
+from mdfuse.plan.posting import groups
 
 ALL = list(CASES.values())
 COMMUNICATING = [case for case in ALL if case.family != "local"]
@@ -151,7 +151,7 @@ def hold_up_all(delays: Delays, device: torch.device) -> None:
     """Before a run: each stream of programs is behind by some time, and so is the caller's."""
     if device.type == "cuda":
         for index in range(4):
-            with torch.cuda.stream(streams.stream(device, index)):
+            with torch.cuda.stream(numbered_streams.stream(device, index)):
                 delays()
     delays()
 

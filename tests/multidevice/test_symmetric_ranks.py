@@ -14,8 +14,8 @@ from backend_suite import *  # noqa: F403  the tests that every backend passes
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Partial, Shard, Stream
-from mdfuse.backends.symmetric import backend as symmetric
 from mdfuse.backends.symmetric import host_team
+from mdfuse.backends.symmetric import symmetric_backend as symmetric
 from mdfuse.layouts.call import Call
 from mdfuse.torch_private import PrefixStore
 

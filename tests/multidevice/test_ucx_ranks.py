@@ -13,7 +13,7 @@ from backend_suite import TWO, each
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Partial, Shard
-from mdfuse.backends.ucx import backend as ucx
+from mdfuse.backends.ucx import ucx_backend as ucx
 from mdfuse.torch_private import PrefixStore
 
 pytestmark = pytest.mark.backend("ucx")

@@ -14,7 +14,7 @@ from torch import Tensor
 import mdfuse as mf
 from mdfuse import DeviceMesh, FusionDefinition, Shard
 from mdfuse.layouts.call import Call
-from mdfuse.plan import counted
+from mdfuse.plan import counted_steps
 
 D, H = 64, 8
 
@@ -99,14 +99,14 @@ def test_only_rows_that_must_move_arrive(
     program = mf.compile(layer(DeviceMesh.arange(ep=ep), t, e, 2, {"ep": Shard(0)}))
     ids = SKEWS[skew](t, e)
     arrived: list[tuple[int, ...]] = []
-    exact = counted.counted
+    exact = counted_steps.counted
 
     def noting(poster: Any, call: Call) -> Any:
         at = call.team.index(call.rank)
         arrived.append(tuple(n for i, n in enumerate(call.recv_counts) if i != at))
         return exact(poster, call)
 
-    monkeypatch.setattr(counted, "counted", noting)
+    monkeypatch.setattr(counted_steps, "counted", noting)
     values = given(t, e, ids)
     mf.simulate(program, values)
     is_there = torch.arange(t).unsqueeze(1) // (t // ep) == ids // (e // ep)

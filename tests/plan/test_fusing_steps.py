@@ -10,7 +10,7 @@ import torch
 from helpers.example_files import example
 
 import mdfuse as mf
-from mdfuse.cli.execution import local_inputs
+from mdfuse.cli.launched_runs import local_inputs
 from mdfuse.cli.program_file import parse_mesh
 from mdfuse.plan import compilation, inductor
 from mdfuse.plan.inductor import TracedGraph

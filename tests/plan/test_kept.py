@@ -13,7 +13,7 @@ import torch
 import mdfuse as mf
 from mdfuse import DeviceMesh, Options, Shard
 from mdfuse.plan.build import Plan
-from mdfuse.runtime.watch.running import RunCount
+from mdfuse.runtime.watch.plan_position import RunCount
 
 pytestmark = pytest.mark.usefixtures("unjoined")
 

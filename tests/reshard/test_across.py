@@ -22,7 +22,7 @@ from mdfuse import (
 )
 from mdfuse.communication import Communication
 from mdfuse.hir.verify.check import verify
-from mdfuse.hir.verify.posts import transition_problem
+from mdfuse.hir.verify.kind_layouts import transition_problem
 from mdfuse.reshard import Step, steps, with_type
 from mdfuse.reshard.refined import on_common_mesh
 

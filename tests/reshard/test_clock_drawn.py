@@ -20,7 +20,7 @@ from mdfuse.layouts.inter_host_volume import crossing, first_and_all, messages
 from mdfuse.layouts.layout import Placement
 from mdfuse.reshard import Step, across
 
-costs = sys.modules["mdfuse.reshard.costs"]
+costs = sys.modules["mdfuse.reshard.edge_costs"]
 planner = sys.modules["mdfuse.reshard.steps"]
 Shape = tuple[int, int]
 #: a rank's elements, each with the coordinates of the term

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import mdfuse as mf
 from mdfuse.backends.base import PostSite
-from mdfuse.backends.c10d.backend import C10dBackend
+from mdfuse.backends.c10d.c10d_backend import C10dBackend
 from mdfuse.backends.c10d.sockets import opened, shut_down
 from mdfuse.errors import BackendError, ProgramError
 from mdfuse.hir.rank.pipelines import project
@@ -29,11 +29,11 @@ from mdfuse.runtime.agreement.concurrent_runs import crowd
 from mdfuse.runtime.agreement.programs import agree, fingerprint
 from mdfuse.runtime.agreement.rendezvous import Meetings
 from mdfuse.runtime.deadline import Deadline
-from mdfuse.runtime.watch import running
+from mdfuse.runtime.watch import plan_position
+from mdfuse.runtime.watch.hang_report import Alarm, Table, blame, explained, report
+from mdfuse.runtime.watch.plan_position import RunCount
 from mdfuse.runtime.watch.position_store import Bulletin
 from mdfuse.runtime.watch.positions import OwnPosition, Position, Progress, standing
-from mdfuse.runtime.watch.report import Alarm, Table, blame, explained, report
-from mdfuse.runtime.watch.running import RunCount
 from mdfuse.runtime.watch.tallies import Tallies
 from mdfuse.runtime.watch.watch import EXIT_STATUS, Watch
 from mdfuse.torch_private import HashStore, PrefixStore
@@ -82,7 +82,7 @@ class Spy:
             raise BackendError("Allgather failed on rank 0")
 
     def look(self) -> None:
-        self.seen.append(standing(self.tallies, running.running()))
+        self.seen.append(standing(self.tallies, plan_position.running()))
 
     def plan(self) -> Plan:
         local = project(mf.compile(definition()).host, 0)
@@ -103,7 +103,7 @@ def test_where_a_plan_is() -> None:
     assert counts == [(n, n - 1) for n in (1, 1, 2, 2, 3, 3, 4, 4)]
     assert len({now.key for now in spy.seen}) == 8
     assert re.match(r"in run 2 of @two, at Allgather #4 \(test_deadline", spy.seen[-1].doing)
-    after = standing(spy.tallies, running.running())
+    after = standing(spy.tallies, plan_position.running())
     assert after.progress == (Progress("collectives", (0, 1), 4, 4, ""),)
     assert not after.is_waiting and after.doing == ""
 
@@ -119,9 +119,9 @@ def test_where_an_error_comes_from() -> None:
     plan = spy.plan()
     with pytest.raises(BackendError) as caught:
         plan.run([torch.ones(2)])
-    place = running.raised(caught.value)
+    place = plan_position.raised(caught.value)
     assert standing(spy.tallies, place) == spy.seen[-1]
-    assert running.raised(ValueError()) is None
+    assert plan_position.raised(ValueError()) is None
 
 
 # -- what ranks tell each other --------------------------------------------------------------------

@@ -25,7 +25,7 @@ from mdfuse.config import Options
 from mdfuse.errors import BackendError
 from mdfuse.runtime import stores
 from mdfuse.runtime.deadline import NEVER, Deadline
-from mdfuse.runtime.joining import watch_for
+from mdfuse.runtime.first_meeting import watch_for
 from mdfuse.runtime.stores import another_connection, open_store
 from mdfuse.runtime.watch.neighbours import Neighbours
 from mdfuse.runtime.watch.watch import EXIT_STATUS

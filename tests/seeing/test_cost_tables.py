@@ -11,7 +11,7 @@ import mdfuse as mf
 from mdfuse.seeing import Costs, CostTable, Link, LinkKey, cost_table
 from mdfuse.seeing import cost_tables as tables
 from mdfuse.seeing.cost_keys import links_of, works_of
-from mdfuse.seeing.cost_tables import Machine, file_name, found, machine_of, parsed
+from mdfuse.seeing.cost_tables import Machine, file_name, find_table, machine_of, parsed
 from mdfuse.seeing.curves import Curve, Grid
 
 MACHINE = Machine(device="a GPU", link="peer", backend="nccl", versions={"torch": "2.11"})
@@ -84,7 +84,7 @@ def test_retired_keys_are_left_out(caches: object, tmp_path: Path) -> None:
     fields["pace_s"] = RETIRED["pace_s"]
     fields["costs"]["caches"] = caches
     (tmp_path / "before.json").write_text(json.dumps(fields))
-    table, told = found(MACHINE, tmp_path)
+    table, told = find_table(MACHINE, tmp_path)
     assert table == parsed(TABLE.as_json()) and not told
     assert "pace_s" not in table.as_json() and "caches" not in table.as_json()
     assert tables.costs_of(fields["costs"]) == COSTS
@@ -94,13 +94,13 @@ def test_retired_keys_are_left_out(caches: object, tmp_path: Path) -> None:
 def test_the_table_of_most_ranks_counts(tmp_path: Path) -> None:
     write(tmp_path, TABLE)
     write(tmp_path, replace(TABLE, ranks=4, mean_error=0.03))
-    best, told = found(MACHINE, tmp_path)
+    best, told = find_table(MACHINE, tmp_path)
     assert best is not None and best.ranks == 4 and not best.is_default and not told
 
 
 def test_tables_of_other_machines_are_left_alone(tmp_path: Path) -> None:
     write(tmp_path, replace(TABLE, machine=replace(MACHINE, versions={"torch": "2.10"})))
-    best, told = found(MACHINE, tmp_path)
+    best, told = find_table(MACHINE, tmp_path)
     assert best is None
     assert told == [
         "a_GPU-peer-nccl-0-2.json is of another machine: "
@@ -111,8 +111,8 @@ def test_tables_of_other_machines_are_left_alone(tmp_path: Path) -> None:
 def test_threads_may_be_others_where_nothing_runs(tmp_path: Path) -> None:
     processor = replace(MACHINE, threads=1)
     write(tmp_path, replace(TABLE, machine=processor))
-    assert found(replace(processor, threads=2), tmp_path)[0] is None
-    assert found(replace(processor, threads=2), tmp_path, any_threads=True)[0] is not None
+    assert find_table(replace(processor, threads=2), tmp_path)[0] is None
+    assert find_table(replace(processor, threads=2), tmp_path, any_threads=True)[0] is not None
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_threads_may_be_others_where_nothing_runs(tmp_path: Path) -> None:
 def test_damaged_tables_are_named(text: str, why: str, tmp_path: Path) -> None:
     (tmp_path / "damaged.json").write_text(text)
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
-    best, told = found(MACHINE, tmp_path)
+    best, told = find_table(MACHINE, tmp_path)
     assert best is None and len(told) == 2
     assert told[0].startswith("bytes.json cannot be read: 'utf-8' codec")
     assert told[1].startswith("damaged.json is no table of costs: ") and why in told[1]
@@ -153,7 +153,7 @@ def test_with_two_backends_each_post_takes_its_own_links(tmp_path: Path) -> None
     """Whichever is the usual one: what the table was measured with is what posts name then."""
     write(tmp_path, TABLE)
     for usual, other in (("nccl", "symmetric"), ("symmetric", "nccl")):
-        table, _ = found(replace(MACHINE, backend=usual), tmp_path)
+        table, _ = find_table(replace(MACHINE, backend=usual), tmp_path)
         assert table is not None
         seconds = {
             name: table.costs.link("Allreduce", "tp", 2, backend).seconds(0)
@@ -165,11 +165,11 @@ def test_with_two_backends_each_post_takes_its_own_links(tmp_path: Path) -> None
 
 def test_programs_of_another_backend_have_its_table(tmp_path: Path) -> None:
     write(tmp_path, TABLE)
-    table, told = found(replace(MACHINE, backend="symmetric"), tmp_path)
+    table, told = find_table(replace(MACHINE, backend="symmetric"), tmp_path)
     assert table is not None and not told
     assert table.machine.backend == "symmetric" and "(peer, symmetric)" in table.costs.name
     assert table.costs.link("Allreduce", "tp").latency_s == 4e-6
-    assert found(replace(MACHINE, backend="mpi"), tmp_path)[0] is None
+    assert find_table(replace(MACHINE, backend="mpi"), tmp_path)[0] is None
 
 
 @pytest.fixture
@@ -193,21 +193,21 @@ def test_one_gpu_alone_has_the_links_of_several(shipped: Path, tmp_path: Path) -
     alone = replace(MACHINE, link="alone")
     own = replace(TABLE, machine=alone, ranks=1, costs=replace(COSTS, links={}, launch_s=9e-6))
     write(shipped, own)
-    table, _ = found(alone, tmp_path)
+    table, _ = find_table(alone, tmp_path)
     assert table is not None and not table.costs.links
     write(shipped, TABLE)
     write(shipped, replace(TABLE, machine=replace(MACHINE, device="another GPU")))
-    table, told = found(alone, tmp_path)
+    table, told = find_table(alone, tmp_path)
     assert table is not None and table.is_default and table.ranks == 1 and not told
     assert table.costs.launch_s == 9e-6 and table.costs.links == COSTS.links
-    table, _ = found(MACHINE, tmp_path)
+    table, _ = find_table(MACHINE, tmp_path)
     assert table is not None and table.ranks == 2 and table.costs.launch_s == 2e-6
 
 
 def test_gpus_together_do_without_a_table_of_one_alone(shipped: Path, tmp_path: Path) -> None:
     """It would say that communications take no time."""
     write(shipped, replace(TABLE, machine=replace(MACHINE, link="alone"), ranks=1))
-    table, told = found(MACHINE, tmp_path)
+    table, told = find_table(MACHINE, tmp_path)
     assert table is None and len(told) == 1
     assert "a GPU (alone, nccl), 1 ranks" in told[0] and told[0].endswith("not of link peer")
 
@@ -215,12 +215,12 @@ def test_gpus_together_do_without_a_table_of_one_alone(shipped: Path, tmp_path: 
 def test_a_local_calibration_goes_before_a_shipped_table(shipped: Path, tmp_path: Path) -> None:
     write(shipped, TABLE)
     other_versions = replace(MACHINE, versions={"torch": "2.13"}, backend="ucx")
-    default, _ = found(other_versions, tmp_path / "local")
+    default, _ = find_table(other_versions, tmp_path / "local")
     assert default is not None and default.is_default
     assert default.costs.name.startswith("default: a GPU (peer, nccl), 2 ranks, 2026-11-23")
-    assert found(replace(MACHINE, link="alone"), tmp_path / "local")[0] is None
+    assert find_table(replace(MACHINE, link="alone"), tmp_path / "local")[0] is None
     write(tmp_path / "local", replace(TABLE, machine=other_versions))
-    local, _ = found(other_versions, tmp_path / "local")
+    local, _ = find_table(other_versions, tmp_path / "local")
     assert local is not None and not local.is_default
 
 

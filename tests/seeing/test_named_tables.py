@@ -12,7 +12,7 @@ import torch
 import mdfuse as mf
 from mdfuse.seeing import H100, UNIT, Costs, CostTable, Link, LinkKey
 from mdfuse.seeing.cost_tables import machine_of
-from mdfuse.seeing.named_tables import here, named
+from mdfuse.seeing.named_tables import named, table_here
 
 
 def test_names() -> None:
@@ -58,7 +58,7 @@ def test_no_such_file() -> None:
 
 def test_a_machine_without_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mdfuse.seeing.cost_tables.folder", lambda: tmp_path)
-    table, told = here()
+    table, told = table_here()
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     assert table is None and len(told) == 1
     assert told[0].startswith("nothing was measured on ") and backend in told[0]
@@ -74,13 +74,13 @@ def test_a_table_of_one_rank_says_that_communications_take_no_time(
         costs=Costs(), machine=machine, ranks=1, date="2026-11-24", mean_error=0.0, p95_error=0.0
     )
     (tmp_path / "one.json").write_text(one.as_json())
-    table, told = here()
+    table, told = table_here()
     assert table is not None and len(told) == 1
     assert "they are taken to take no time; mdfuse calibrate on several ranks" in told[0]
     costs = Costs(links={LinkKey(): Link(1e-6), LinkKey(backend="symmetric"): Link(2e-6)})
     (tmp_path / "two.json").write_text(replace(one, ranks=2, costs=costs).as_json())
     for backend, latency, count in (("auto", 1e-6, 0), ("symmetric", 2e-6, 0), ("mpi", 1e-6, 1)):
-        table, told = here(backend)
+        table, told = table_here(backend)
         assert table is not None and table.costs.link("Send", "tp").latency_s == latency
         assert len(told) == count
     path = str(tmp_path / "two.json")

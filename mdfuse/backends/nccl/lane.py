@@ -30,9 +30,9 @@ from typing import Any, Protocol
 from torch import OutOfMemoryError, Tensor
 
 from mdfuse.backends.base import Buffer, Posting, PostSite, Prepared, Work
-from mdfuse.backends.nccl import posts as nccl_posts
+from mdfuse.backends.nccl import nccl_posts as nccl_posts
 from mdfuse.backends.nccl.cuda_driver import Device
-from mdfuse.backends.nccl.posts import Port
+from mdfuse.backends.nccl.nccl_posts import Port
 from mdfuse.backends.post_notes import PostInfo, PostLog, Track
 from mdfuse.backends.work import failure, first_line
 from mdfuse.errors import BackendError, MdfuseError
@@ -310,9 +310,9 @@ class _InFlight:
 
     __slots__ = ("_join", "_kept")
 
-    def __init__(self, join: Callable[[], None], kept: object) -> None:
+    def __init__(self, join: Callable[[], None], alive: object) -> None:
         self._join = join
-        self._kept = kept
+        self._kept = alive
 
     def wait(self) -> None:
         """Let the current stream wait; further calls do no harm."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from mdfuse.backends.algorithms import Piece
 from mdfuse.backends.symmetric.cuda_heap import CudaHeap
 from mdfuse.backends.symmetric.moves import Move, Shown
-from mdfuse.backends.symmetric.posts import Buffers
+from mdfuse.backends.symmetric.post_buffers import Buffers
 from mdfuse.backends.teams import not_connected
 from mdfuse.errors import BackendError
 from mdfuse.layouts.call import Call

@@ -17,7 +17,7 @@ from mdfuse.backends.algorithms import Copy, Reduce
 from mdfuse.backends.symmetric.cuda_memory import Lane
 from mdfuse.backends.symmetric.cuda_turns import LaneOrder
 from mdfuse.backends.symmetric.moves import Move, Put, See, Show, Take
-from mdfuse.backends.symmetric.posts import Buffers
+from mdfuse.backends.symmetric.post_buffers import Buffers
 from mdfuse.backends.transfers import change
 from mdfuse.layouts.call import Call
 

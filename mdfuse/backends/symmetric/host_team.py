@@ -23,7 +23,7 @@ from mdfuse.backends.base import Work
 from mdfuse.backends.symmetric.heap import Heap
 from mdfuse.backends.symmetric.host_memory import Fence, Process, SharedMemory
 from mdfuse.backends.symmetric.moves import IN_HEAP, SLOTS, Move, Put, Shape, Take, kind_of
-from mdfuse.backends.symmetric.posts import Buffers
+from mdfuse.backends.symmetric.post_buffers import Buffers
 from mdfuse.backends.transfers import change
 from mdfuse.backends.work import DONE, failure
 from mdfuse.errors import BackendError
@@ -85,11 +85,11 @@ class PendingPosts:
             if time.monotonic() > deadline:
                 return ""
             looks += 1
-            _rest(looks)
+            _pause(looks)
         return None
 
 
-def _rest(looks: int) -> None:
+def _pause(looks: int) -> None:
     """Give the core away after so many looks in vain."""
     if looks < _LOOKS:
         os.sched_yield()
@@ -218,7 +218,7 @@ class HostTeam:
         for word in (word for move in shown for word in move.words):
             self.outboxes[self.index].words[word] = 0
 
-    def found(self, move: Take) -> int:
+    def word_of(self, move: Take) -> int:
         """Return the word that shows whether a piece was put."""
         word: int = self.outboxes[move.owner].words[move.word]
         return word
@@ -265,7 +265,7 @@ class HostPost:
     error: BackendError | None = None
 
     def __post_init__(self) -> None:
-        self._steps = self._made()
+        self._steps = self._steps_of_moves()
         self._is_done = False
         self._shown: list[Put] = []  # pieces in the heap that readers may not have taken yet
         self._whole: set[tuple[object, ...]] = set()  # the pieces that went as a whole
@@ -304,7 +304,7 @@ class HostPost:
     def _is_over(self) -> bool:
         return self._is_done or self.error is not None
 
-    def _made(self) -> Iterator[bool]:
+    def _steps_of_moves(self) -> Iterator[bool]:
         """Make the moves; yield, where the next one cannot be made, whether others were."""
         buffers, has_moved = self.buffers, False
         assert buffers is not None
@@ -363,7 +363,7 @@ class HostPost:
                 self._late, self._told = self.team.readers_of(move), 0
                 return not self._late
             case Take():
-                self._told = self.team.found(move)
+                self._told = self.team.word_of(move)
                 is_there = self._told & ~IN_HEAP == move.tag
                 self._late = [] if is_there else [move.owner]
                 return not self._late

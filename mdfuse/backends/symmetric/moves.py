@@ -91,7 +91,7 @@ class Shape:
         """Return the index of the word that shows a reader the n-th chunk."""
         return ((0 if is_shared else SLOTS) + chunk % SLOTS) * self.members + reader
 
-    def told(self, number: int, owner: int) -> int:
+    def signal(self, number: int, owner: int) -> int:
         """Return the signal of a reader by which an owner shows its n-th post with it."""
         return number % TURNS * self.members + owner
 
@@ -277,7 +277,7 @@ class _CallPieces:
             shown = [x for n, x in enumerate(some) if x.size and self.is_shown(reader, n)]
             if shown and self.shown is not None:
                 n = self.shown.number(reader, False)
-                shown_word, taken = self.shape.told(n, self.own), self.shape.taken(n, reader)
+                shown_word, taken = self.shape.signal(n, self.own), self.shape.taken(n, reader)
                 yield Show(reader=reader, shown=shown_word, taken=taken, tag=self.tag(shown))
 
     def see(self, owner: int, n: int, source: int) -> See:
@@ -290,7 +290,7 @@ class _CallPieces:
             bytes=some[n].size * self.itemsize,
             source=source,
             owner=owner,
-            shown=self.shape.told(number, owner),
+            shown=self.shape.signal(number, owner),
             taken=self.shape.taken(number, self.own),
             tag=self.tag([some[k] for k in together]),
             is_first=n == together[0],

@@ -32,7 +32,7 @@ from mdfuse.backends.symmetric.heap import open_heap
 from mdfuse.backends.symmetric.host_memory import Card, SharedMemory, this_process
 from mdfuse.backends.symmetric.host_team import HostTeam, PendingPosts, outbox_of
 from mdfuse.backends.symmetric.moves import Move, Shape
-from mdfuse.backends.symmetric.posts import Buffers
+from mdfuse.backends.symmetric.post_buffers import Buffers
 from mdfuse.backends.work import DONE
 from mdfuse.layouts.call import Call
 from mdfuse.layouts.kinds import KINDS
@@ -78,9 +78,9 @@ class Provider(Protocol):
     def team(
         self,
         ranks: tuple[int, ...],
-        own: int,
+        index: int,
         shape: Shape,
-        found: Sequence[tuple[SharedMemory, Card]],
+        members: Sequence[tuple[SharedMemory, Card]],
         store: Store,
     ) -> SymmetricTeam:
         """Return the team, from the outboxes of all members in team order.
@@ -160,20 +160,20 @@ class HostProvider:
     def team(
         self,
         ranks: tuple[int, ...],
-        own: int,
+        index: int,
         shape: Shape,
-        found: Sequence[tuple[SharedMemory, Card]],
+        members: Sequence[tuple[SharedMemory, Card]],
         store: Store,
     ) -> HostTeam:
         start, _ = memory_size(shape, True)
         return HostTeam(
             ranks=ranks,
-            index=own,
+            index=index,
             outboxes=tuple(
-                outbox_of(memory, shape, start, self._heap_of(card)) for memory, card in found
+                outbox_of(memory, shape, start, self._heap_of(card)) for memory, card in members
             ),
             heap=self._heap,
-            processes=tuple(card.process for _, card in found),
+            processes=tuple(card.process for _, card in members),
             progress=self._progress,
             timeout_s=self._timeout_s,
         )
@@ -222,15 +222,15 @@ class CudaProvider:
     def team(
         self,
         ranks: tuple[int, ...],
-        own: int,
+        index: int,
         shape: Shape,
-        found: Sequence[tuple[SharedMemory, Card]],
+        members: Sequence[tuple[SharedMemory, Card]],
         store: Store,
     ) -> CudaOutboxes:
         size = memory_size(shape, False)[1]
-        words = [ctypes.addressof(memory.words(shape.words)) for memory, _ in found]
+        words = [ctypes.addressof(memory.words(shape.words)) for memory, _ in members]
         seen = [self._heap.memory.register(address, size) for address in words]
-        slots = [self._heap.open(card.device) for _, card in found]
+        slots = [self._heap.open(card.device) for _, card in members]
         outboxes = tuple(
             CudaOutbox(words=w, slots=s, signals=s + shape.bytes)
             for w, s in zip(seen, slots, strict=True)
@@ -239,7 +239,7 @@ class CudaProvider:
         lane, tell, watch, behind = lanes
         return CudaOutboxes(
             queue=CudaTeam(
-                index=own,
+                index=index,
                 outboxes=outboxes,
                 turns=self._turns,
                 lane=lane,
@@ -249,7 +249,7 @@ class CudaProvider:
             ),
             heap=self._heap,
             sites=Sites(
-                index=own,
+                index=index,
                 heap=self._heap,
                 store=PrefixStore("sites", store),
                 timeout_s=self._place.timeout_s,
@@ -258,9 +258,9 @@ class CudaProvider:
             track=self._device.track(int(lane.stream.cuda_stream)),
             noter=self._place.noter,
             words=words,
-            referenced=found,
-            own_words=found[own][0].words(shape.words),
-            outbox=self._outboxes.pop(found[own][1].device),
+            referenced=members,
+            own_words=members[index][0].words(shape.words),
+            outbox=self._outboxes.pop(members[index][1].device),
         )
 
     def abort(self) -> bool:

@@ -20,12 +20,12 @@ from mdfuse.cli.calibration.microbenchmarks import OPTIONS
 from mdfuse.cli.calibration.scales import CPU, GPU, Scale
 from mdfuse.cli.calibration.sending import Backends, ways
 from mdfuse.cli.calibration.suite import points
-from mdfuse.cli.report import size_text, time_text, titled
+from mdfuse.cli.rich_tables import size_text, time_text, titled
 from mdfuse.config import BETWEEN_MESHES, options_from_environment
 from mdfuse.errors import BackendError, ProgramError
 from mdfuse.files import private_folder
 from mdfuse.interpreter.garbage import quick_collections
-from mdfuse.plan.progress import progress
+from mdfuse.plan.progress_bar import progress
 from mdfuse.runtime.alone import by_itself
 from mdfuse.runtime.communicator import Communicator, init
 from mdfuse.seeing.amounts import QUERIES

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from mdfuse.cli.calibration.measuring import call_of
-from mdfuse.cli.calibration.sampling import QUEUED, seconds_of
 from mdfuse.cli.calibration.scales import Scale
+from mdfuse.cli.calibration.timed_samples import QUEUED, seconds_of
 from mdfuse.compiled.program import Program, compile
 from mdfuse.config import Options
 from mdfuse.frontend.definition import FusionDefinition

@@ -24,10 +24,17 @@ from mdfuse.cli.calibration.microbenchmarks import (
     linear,
     switches,
 )
-from mdfuse.cli.calibration.sampling import QUEUED, WALL, Call, own_clock, samples_of, seconds_of
 from mdfuse.cli.calibration.scales import Scale
 from mdfuse.cli.calibration.sending import BESIDE, Backends, Way, beside, posting, received, ways
 from mdfuse.cli.calibration.suite import subjects
+from mdfuse.cli.calibration.timed_samples import (
+    QUEUED,
+    WALL,
+    Call,
+    own_clock,
+    samples_of,
+    seconds_of,
+)
 from mdfuse.compiled.program import Program
 from mdfuse.config import Options
 from mdfuse.errors import BackendError
@@ -290,7 +297,7 @@ class Measurements:
             key: Link(
                 curve=Curve.of(points),
                 slows=self._slows(key),
-                cold=_more(points, by["colds"].get(key, {})),
+                cold=_slowdown(points, by["colds"].get(key, {})),
             )
             for key, points in by["links"].items()
         }
@@ -335,7 +342,7 @@ def share(product: float, communication: float, both: float) -> float:
     return min(MOST_SLOWED, max(0.0, (both - product) / communication))
 
 
-def _more(points: Mapping[float, float], colds: Mapping[float, float]) -> Curve | None:
+def _slowdown(points: Mapping[float, float], colds: Mapping[float, float]) -> Curve | None:
     """Return the cache-miss penalty of communications: their additional time behind other work."""
     usual = Curve.of(points)
     extra = {at: max(seconds - usual.seconds(at), _LEAST_S) for at, seconds in colds.items()}

@@ -10,8 +10,8 @@ from rich.table import Table
 from torch import Tensor
 
 from mdfuse.backends.base import Poster
-from mdfuse.cli.execution import timed
-from mdfuse.cli.report import size_text, time_text, titled
+from mdfuse.cli.launched_runs import timed
+from mdfuse.cli.rich_tables import size_text, time_text, titled
 from mdfuse.layouts.call import Call
 from mdfuse.runtime.communicator import Communicator
 

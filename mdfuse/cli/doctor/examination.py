@@ -12,7 +12,7 @@ from rich.text import Text
 from mdfuse.bootstrap import detect
 from mdfuse.cli.doctor import findings, gpus, host, libraries
 from mdfuse.cli.doctor.findings import Finding
-from mdfuse.cli.report import titled
+from mdfuse.cli.rich_tables import titled
 from mdfuse.config import VARIABLES, backend_choice, options_from_environment
 from mdfuse.errors import BackendError, ProgramError
 from mdfuse.runtime.backend_rows import BACKENDS, auto, why_not

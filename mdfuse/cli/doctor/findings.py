@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rich.table import Table
 from rich.text import Text
 
-from mdfuse.cli.report import facts
+from mdfuse.cli.rich_tables import facts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import torch
 from rich.table import Table
 
 from mdfuse.cli.doctor.findings import Finding
-from mdfuse.cli.report import size_text, titled
+from mdfuse.cli.rich_tables import size_text, titled
 
 #: nvmlGpuTopologyLevel_t: how far up two GPUs have a PCIe ancestor in common.
 PCIE_LEVELS = {

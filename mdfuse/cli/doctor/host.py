@@ -11,7 +11,7 @@ import torch
 
 from mdfuse.bootstrap import address_of_rank_0
 from mdfuse.cli.doctor.findings import Finding
-from mdfuse.cli.report import size_text
+from mdfuse.cli.rich_tables import size_text
 from mdfuse.errors import BackendError
 
 SHARED_MEMORY = Path("/dev/shm")

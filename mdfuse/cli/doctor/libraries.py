@@ -12,8 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from mdfuse.backends.c10d.groups import LIBRARIES
-from mdfuse.backends.nccl import library as nccl_library
+from mdfuse.backends.c10d.group_openers import LIBRARIES
+from mdfuse.backends.nccl import nccl_library as nccl_library
 from mdfuse.cli.doctor.findings import Finding
 from mdfuse.config import VERSION
 

@@ -107,7 +107,7 @@ def _features(layer: nn.Module) -> tuple[int, int] | None:
 
 
 def _add(
-    layer: nn.Module, name: str, pattern: str, said: Any, found: dict[str, Adapter]
+    layer: nn.Module, name: str, pattern: str, said: Any, adapters: dict[str, Adapter]
 ) -> torch.utils.hooks.RemovableHandle:
     rank, alpha = said if isinstance(said, tuple) and len(said) == 2 else (said, said)
     features = _features(layer)
@@ -130,7 +130,7 @@ def _add(
         layer.register_parameter(attribute, nn.Parameter(start.to(weight.device)))
         key = f"{name}.{attribute}" if name else attribute
         of = f"{name}.weight" if name else "weight"
-        found[key] = Adapter(of, not isinstance(layer, nn.Linear), start)
+        adapters[key] = Adapter(of, not isinstance(layer, nn.Linear), start)
     return layer.register_forward_hook(partial(_forward, scale=alpha / rank))
 
 

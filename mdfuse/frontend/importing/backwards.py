@@ -10,7 +10,7 @@ from typing import Any
 from torch.autograd import Function
 from torch.utils.checkpoint import CheckpointFunction
 
-from mdfuse.frontend.importing.lines import mark
+from mdfuse.frontend.importing.module_lines import mark
 from mdfuse.torch_private import checkpoints_entered, traced
 
 _FUNCTION: Any = Function

@@ -12,7 +12,7 @@ from typing import Any
 from mdfuse.extents.extent import are_same
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.importing.joined import JoinedTensors
-from mdfuse.frontend.importing.views import Views
+from mdfuse.frontend.importing.view_chains import Views
 
 Dispatch = Callable[[str, Sequence[Any], Mapping[str, Any]], Any]
 

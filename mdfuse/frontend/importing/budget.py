@@ -44,19 +44,19 @@ def within(model: Model, nbytes: int) -> RecomputedNodes:
             hint="recompute=8 << 30",
         )
     values = _Values.of(model)
-    total = left = sum(values.kept.values())
+    total = left = sum(values.kept_bytes.values())
     again = dict[Node, None]()
-    waiting = [(0.0, n, node) for n, node in enumerate(values.kept)]
-    staying = dict.fromkeys(values.kept)
+    waiting = [(0.0, n, node) for n, node in enumerate(values.kept_bytes)]
+    staying = dict.fromkeys(values.kept_bytes)
     while left > nbytes:
         _, n, node = heapq.heappop(waiting)
         added = [*values.leading_to(node, staying, again)]
-        density = sum(map(values.cost, added)) / values.kept[node]
+        density = sum(map(values.cost, added)) / values.kept_bytes[node]
         if waiting and density > waiting[0][0]:  # another one may have become cheaper
             heapq.heappush(waiting, (density, n, node))
             continue
         again |= dict.fromkeys(added)
-        left -= values.kept[node]
+        left -= values.kept_bytes[node]
         del staying[node]
     return _nodes(model, again, f"{size_text(left)} of {size_text(total)} on a rank are kept")
 
@@ -116,7 +116,7 @@ class _Values:
         return exprs
 
     @cached_property
-    def kept(self) -> Mapping[Node, int]:
+    def kept_bytes(self) -> Mapping[Node, int]:
         """The nodes whose values the backward reads, each with the bytes of a rank."""
         producers, outputs = self.split.joint.producers, {*self.split.outputs}
         sizes: Counter[Node] = Counter()

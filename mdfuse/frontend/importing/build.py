@@ -20,18 +20,17 @@ from mdfuse.frontend.importing import chosen, routes
 from mdfuse.frontend.importing.batches import on_batches
 from mdfuse.frontend.importing.capture import ExportedModule
 from mdfuse.frontend.importing.constants import Distinct, as_value, is_made
-from mdfuse.frontend.importing.deferred import KINDS, GraphCall
+from mdfuse.frontend.importing.deferred import KINDS, GraphCall, leaves
 from mdfuse.frontend.importing.dispatch import parts_of_tokens
 from mdfuse.frontend.importing.drawn import RecordingContext, draws
 from mdfuse.frontend.importing.fold import Folded
 from mdfuse.frontend.importing.handovers import HandOvers
 from mdfuse.frontend.importing.indices import ramp_of
 from mdfuse.frontend.importing.joined import GROUPED, RULES, JoinedTensors
-from mdfuse.frontend.importing.lines import called_at, line_of
+from mdfuse.frontend.importing.module_lines import called_at, line_of
+from mdfuse.frontend.importing.module_stages import ModelStages
 from mdfuse.frontend.importing.place import Placed
 from mdfuse.frontend.importing.recomputed import RecomputedNodes
-from mdfuse.frontend.importing.routes import leaves
-from mdfuse.frontend.importing.stages import ModelStages
 from mdfuse.frontend.importing.table import (
     BY_VALUE,
     IGNORED,
@@ -40,7 +39,7 @@ from mdfuse.frontend.importing.table import (
     TABLE,
     VIEWS,
 )
-from mdfuse.frontend.importing.views import Views
+from mdfuse.frontend.importing.view_chains import Views
 from mdfuse.frontend.ops.recording import definition_of, in_block
 from mdfuse.frontend.ops.views import set as set_
 from mdfuse.layouts.boxes import Boxes, Rows, boxes_of

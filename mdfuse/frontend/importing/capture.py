@@ -22,7 +22,7 @@ from mdfuse.frontend.importing.adapters import Adapter, adapted
 from mdfuse.frontend.importing.backwards import Backwards, own_backwards
 from mdfuse.frontend.importing.dynamic import dims_of_tensors
 from mdfuse.frontend.importing.inline import inline, part_detached
-from mdfuse.frontend.importing.lines import line_of
+from mdfuse.frontend.importing.module_lines import line_of
 from mdfuse.frontend.importing.reached import Reached, held
 from mdfuse.frontend.importing.submodules import PREFIX
 from mdfuse.frontend.plain import brief

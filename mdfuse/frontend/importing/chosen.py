@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,6 +26,9 @@ from mdfuse.frontend.importing.deferred import (
     GraphCall,
     Later,
     Repeated,
+    bases,
+    leaves,
+    mapped_leaves,
 )
 from mdfuse.frontend.importing.dispatch import COLUMNS, note
 from mdfuse.frontend.importing.joined import JoinedTensors
@@ -44,10 +47,11 @@ def is_in(targets: Collection[str]) -> bool:
 
 def on_chosen(call: GraphCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Apply a call to the values of chosen experts; None if it needs those of all."""
-    given = [*_leaves((args, kwargs))]
+    given = [*leaves((args, kwargs))]
     if call.target not in _FIRST and not any(isinstance(x, CHOSEN) for x in given):
         return None
-    later = Later(lambda: call.apply(call.target, *all_values((args, dict(kwargs)))))
+    every = partial(mapped_leaves, (args, dict(kwargs)), _of_all)
+    later = Later(lambda: call.apply(call.target, *every()))
     rule = RULES.get(call.target)
     if rule is not None:
         return rule(call, later, *args, **kwargs)
@@ -55,23 +59,6 @@ def on_chosen(call: GraphCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     if chosen and all(x.is_sent for x in chosen) and (call.is_pointwise or call.target in COLUMNS):
         return _where_sent(call, later, chosen[0], args, kwargs)
     return None
-
-
-def all_values(tree: Any) -> Any:
-    """Return arguments with the values of all experts."""
-    if isinstance(tree, dict):
-        return {key: all_values(x) for key, x in tree.items()}
-    if isinstance(tree, tuple | list):
-        return type(tree)([all_values(x) for x in tree])
-    return tree.whole() if isinstance(tree, CHOSEN) else tree
-
-
-def _leaves(tree: Any) -> Iterator[Any]:
-    if isinstance(tree, tuple | list | dict):
-        for x in tree.values() if isinstance(tree, dict) else tree:
-            yield from _leaves(x)
-    else:
-        yield tree
 
 
 # -- scores ----------------------------------------------------------------------------------------
@@ -174,7 +161,7 @@ def _where_sent(
     call: GraphCall, later: Later, x: Chosen, args: Any, kwargs: Mapping[str, Any]
 ) -> Any:
     """Apply an operation where the experts are; None where it is none of such rows."""
-    given = [y for y in _leaves((args, kwargs)) if isinstance(y, (*CHOSEN, Handle, JoinedTensors))]
+    given = [y for y in leaves((args, kwargs)) if isinstance(y, (*CHOSEN, Handle, JoinedTensors))]
     if not all(isinstance(y, Chosen) and y.ids is x.ids and y.dims == x.dims for y in given):
         return None
     if call.target in COLUMNS and (len(args) < 3 or args[2] not in (-1, 2)):
@@ -182,7 +169,7 @@ def _where_sent(
     if call.target in COLUMNS:
         args = (*args[:2], -1, *args[3:])
     try:
-        base = call.apply(call.target, *_bases((tuple(args), dict(kwargs))))
+        base = call.apply(call.target, *bases((tuple(args), dict(kwargs)), Chosen))
     except RaggedRefusal as refusal:
         note(x.ids, f"all tokens are multiplied by all experts for {call.target}", refusal)
         return None
@@ -193,12 +180,8 @@ def _where_sent(
     return [replace(x, base=base[n], later=parts[n]) for n in pieces]
 
 
-def _bases(tree: Any) -> Any:
-    if isinstance(tree, dict):
-        return {key: _bases(x) for key, x in tree.items()}
-    if isinstance(tree, tuple | list):
-        return type(tree)([_bases(x) for x in tree])
-    return tree.base if isinstance(tree, Chosen) else tree
+def _of_all(x: Any) -> Any:
+    return x.whole() if isinstance(x, CHOSEN) else x
 
 
 def _whole(x: Any) -> Any:

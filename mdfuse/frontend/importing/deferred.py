@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -220,3 +220,29 @@ class GraphCall:
         if isinstance(known, Ramp):
             return int(known.ndim == 1 and are_same(known.extent, order.ids.shape[0]))
         return x if isinstance(x, int) else order.counts(known)
+
+
+# -- arguments of calls ----------------------------------------------------------------------------
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """Yield the leaves of lists and dicts."""
+    if isinstance(tree, tuple | list | dict):
+        for x in tree.values() if isinstance(tree, dict) else tree:
+            yield from leaves(x)
+    else:
+        yield tree
+
+
+def mapped_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """Return lists and dicts with their leaves changed."""
+    if isinstance(tree, dict):
+        return {key: mapped_leaves(x, change) for key, x in tree.items()}
+    if isinstance(tree, tuple | list):
+        return type(tree)([mapped_leaves(x, change) for x in tree])
+    return change(tree)
+
+
+def bases(tree: Any, kind: type[InOrder | Chosen]) -> Any:
+    """Return arguments with what deferred values are made of in the place of these."""
+    return mapped_leaves(tree, lambda x: x.base if isinstance(x, kind) else x)

@@ -8,14 +8,14 @@ combines them with rows of tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch.fx import Node
 
 from mdfuse.frontend import ops as operations
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.importing.deferred import GraphCall, InOrder
+from mdfuse.frontend.importing.deferred import GraphCall, InOrder, bases, mapped_leaves
 from mdfuse.frontend.importing.joined import JoinedTensors
 from mdfuse.frontend.ragged_operands import RaggedRefusal
 from mdfuse.layouts.layout import Layout
@@ -69,13 +69,13 @@ def applied(
     order = ordered[0].order
     are_there = all(x.is_sent or x.table is not None for x in ordered)
     if are_there and (call.is_pointwise or call.target in _ON_SENT):
-        moved = _mapped_leaves((args, dict(kwargs)), _spread_table)
+        moved = mapped_leaves((args, dict(kwargs)), _spread_table)
         try:
-            return InOrder(order, call.apply(call.target, *_bases(moved)), is_sent=True)
+            return InOrder(order, call.apply(call.target, *bases(moved, InOrder)), is_sent=True)
         except RaggedRefusal as refusal:  # the tokens' ranks compute it
             note(order.ids, f"rows come back from their experts for {call.target}", refusal)
-    moved = _mapped_leaves((args, dict(kwargs)), come_back)
-    return InOrder(order, call.apply(call.target, *_bases(moved)))
+    moved = mapped_leaves((args, dict(kwargs)), come_back)
+    return InOrder(order, call.apply(call.target, *bases(moved, InOrder)))
 
 
 def note(ids: Handle, what: str, refusal: RaggedRefusal) -> None:
@@ -95,18 +95,6 @@ def _spread_table(x: Any) -> Any:
     """Return a row per expert in the place of rows looked up by expert."""
     is_table = isinstance(x, InOrder) and x.table is not None
     return ops.unsqueeze(x.table, 1) if is_table else x
-
-
-def _bases(tree: Any) -> Any:
-    return _mapped_leaves(tree, lambda x: x.base if isinstance(x, InOrder) else x)
-
-
-def _mapped_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(tree, dict):
-        return {key: _mapped_leaves(x, change) for key, x in tree.items()}
-    if isinstance(tree, tuple | list):
-        return type(tree)([_mapped_leaves(x, change) for x in tree])
-    return change(tree)
 
 
 def grouped(x: InOrder, experts: int, parts: int, capacity: int | None) -> Any:

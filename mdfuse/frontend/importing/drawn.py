@@ -84,11 +84,16 @@ def _windowed(
 ) -> Any:
     """Causal attention whose rows see few of the keys before them: none of the others is read."""
     if enable_gqa:
-        times = query.shape[-3] // key.shape[-3]
-        key, value = (ops.repeat_interleave(x, times, -3) for x in (key, value))
+        key, value = (_with_heads_of(query, x) for x in (key, value))
     lead = query.shape[:-2]
     key, value = (ops.expand(x, (*lead, *x.shape[-2:])) for x in (key, value))
     return ops.attention(query, key, value, is_causal=True, scale=scale, window=window).output
+
+
+def _with_heads_of(query: Handle, x: Handle) -> Handle:
+    """Repeat each head for those of the query that share it."""
+    repeated: Handle = ops.repeat_interleave(x, query.shape[-3] // x.shape[-3], -3)
+    return repeated
 
 
 def _attention_with_dropout(
@@ -104,8 +109,7 @@ def _attention_with_dropout(
 ) -> Any:
     """Attention in its parts: probabilities are dropped before they meet the values."""
     if enable_gqa:
-        times = query.shape[-3] // key.shape[-3]
-        key, value = (ops.repeat_interleave(x, times, -3) for x in (key, value))
+        key, value = (_with_heads_of(query, x) for x in (key, value))
     scores = ops.matmul(query, ops.transpose(key, -2, -1))
     scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:

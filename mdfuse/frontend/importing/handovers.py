@@ -8,7 +8,7 @@ from torch.fx import Node
 
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.importing.joined import JoinedTensors
-from mdfuse.frontend.importing.stages import ModelStages, carried
+from mdfuse.frontend.importing.module_stages import ModelStages, carried
 from mdfuse.frontend.ops.views import set as set_
 from mdfuse.ir.graph import Fusion
 from mdfuse.layouts.layout import Layout

@@ -18,7 +18,7 @@ import torch
 from mdfuse.frontend import ops as operations
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.importing import indices
-from mdfuse.frontend.importing.views import Views
+from mdfuse.frontend.importing.view_chains import Views
 
 ops: Any = operations
 

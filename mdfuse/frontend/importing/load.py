@@ -88,9 +88,9 @@ class _Completed:
 
     lends = True
 
-    def __init__(self, first: Checkpoint, rest: InMemory) -> None:
-        self._first, self._rest = first, rest
-        self.names = [*first.names, *rest.names]
+    def __init__(self, first: Checkpoint, others: InMemory) -> None:
+        self._first, self._rest = first, others
+        self.names = [*first.names, *others.names]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor."""
@@ -389,11 +389,11 @@ def check_shape(checkpoint: Checkpoint, name: str, shape: Sequence[int]) -> None
         )
 
 
-def is_cast(there: torch.dtype | None, here: torch.dtype | None) -> bool:
+def is_cast(there: torch.dtype | None, wanted: torch.dtype | None) -> bool:
     """Return whether numbers of a dtype are read as those of another one: floats as floats."""
-    if there is None or here is None:
+    if there is None or wanted is None:
         return False
-    return there == here or (there.is_floating_point and here.is_floating_point)
+    return there == wanted or (there.is_floating_point and wanted.is_floating_point)
 
 
 def read(

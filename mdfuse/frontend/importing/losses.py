@@ -57,5 +57,5 @@ def cross_entropy(
     return ops.sum(losses) / ops.sum(counted)
 
 
-def _reduced(found: Handle, reduction: int) -> Any:
-    return ops.sum(found) if reduction == 2 else found
+def _reduced(losses: Handle, reduction: int) -> Any:
+    return ops.sum(losses) if reduction == 2 else losses

@@ -13,7 +13,7 @@ from mdfuse.errors import DefinitionError, LayoutError, listed
 from mdfuse.frontend.given import names as names_of
 from mdfuse.frontend.given import refused
 from mdfuse.frontend.importing.capture import ExportedModule
-from mdfuse.frontend.importing.lines import mark_of
+from mdfuse.frontend.importing.module_lines import mark_of
 from mdfuse.frontend.importing.submodules import Submodules, blocks_by_call, calls_of, listing
 
 #: The block of nodes outside of all layers.

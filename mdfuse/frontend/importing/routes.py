@@ -11,7 +11,7 @@ the ranks of their experts, and back (`mdfuse.frontend.importing.dispatch`).
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,8 @@ from mdfuse.frontend.importing.deferred import (
     DeferredSort,
     GraphCall,
     InOrder,
+    bases,
+    leaves,
 )
 from mdfuse.frontend.importing.indices import END
 from mdfuse.frontend.importing.joined import GROUPED, JoinedTensors
@@ -63,15 +65,6 @@ def on_rows(call: GraphCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 def sorted_again(x: Any) -> Any:
     """Return rows in the module's order."""
     return x.whole() if isinstance(x, KINDS) else x
-
-
-def leaves(tree: Any) -> Iterator[Any]:
-    """Yield the leaves of lists and dicts."""
-    if isinstance(tree, tuple | list | dict):
-        for x in tree.values() if isinstance(tree, dict) else tree:
-            yield from leaves(x)
-    else:
-        yield tree
 
 
 def _put_off(call: GraphCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -234,7 +227,7 @@ def _mapped(call: GraphCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     apart = next((x.apart for x in ordered if x.apart), None)
     if any(x.is_sent for x in ordered):
         return dispatch.applied(call, args, kwargs, ordered)
-    return _made(call, first.order, apart, args, kwargs)
+    return _applied_in_order(call, first.order, apart, args, kwargs)
 
 
 def _has_rows(call: GraphCall, x: InOrder, args: Sequence[Any]) -> bool:
@@ -265,7 +258,7 @@ def _along(call: GraphCall, x: Any, *args: Any, **kwargs: Any) -> Any:
         is_all = call.target == "aten.slice.Tensor" and given[1:] in ([], [0], [None], [0, END])
         return x if is_all and dims else None
     given[place - 1] = dims if isinstance(said, tuple | list) else dims[0]
-    return _made(call, x.order, x.apart, (x, *given), kwargs, x.is_sent)
+    return _applied_in_order(call, x.order, x.apart, (x, *given), kwargs, x.is_sent)
 
 
 def _cat(call: GraphCall, tensors: Sequence[Any], dim: int = 0) -> Any:
@@ -276,7 +269,9 @@ def _cat(call: GraphCall, tensors: Sequence[Any], dim: int = 0) -> Any:
     key = first.order, first.apart, first.is_sent
     are_alike = all((x.order, x.apart, x.is_sent) == key for x in ordered)
     at = dim % first.ndim - first.ndim
-    return _made(call, *key[:2], (tensors, at), {}, first.is_sent) if are_alike else None
+    return (
+        _applied_in_order(call, *key[:2], (tensors, at), {}, first.is_sent) if are_alike else None
+    )
 
 
 def _reshape(call: GraphCall, x: Any, shape: Sequence[Any]) -> Any:
@@ -286,10 +281,10 @@ def _reshape(call: GraphCall, x: Any, shape: Sequence[Any]) -> Any:
         return None
     x = dispatch.come_back(x)
     front = [x.apart[0]] if x.apart else []
-    return _made(call, x.order, x.apart, (x, [*front, *shape]), {})
+    return _applied_in_order(call, x.order, x.apart, (x, [*front, *shape]), {})
 
 
-def _made(
+def _applied_in_order(
     call: GraphCall,
     order: DeferredSort,
     apart: tuple[int, int] | None,
@@ -297,19 +292,10 @@ def _made(
     kwargs: Mapping[str, Any],
     is_sent: bool = False,
 ) -> Any:
-    applied = call.apply(call.target, *_before((args, dict(kwargs))))
+    applied = call.apply(call.target, *bases((args, dict(kwargs)), InOrder))
     if isinstance(applied, tuple | list):
         return [InOrder(order, x, apart, is_sent) for x in applied]
     return InOrder(order, applied, apart, is_sent)
-
-
-def _before(tree: Any) -> Any:
-    """Return arguments with unsorted rows in place of sorted ones."""
-    if isinstance(tree, dict):
-        return {key: _before(x) for key, x in tree.items()}
-    if isinstance(tree, tuple | list):
-        return type(tree)([_before(x) for x in tree])
-    return tree.base if isinstance(tree, InOrder) else tree
 
 
 #: Operations that keep the dims without the pointwise tag.

@@ -29,7 +29,7 @@ from mdfuse.frontend.importing import (
 )
 from mdfuse.frontend.importing.constants import as_value
 from mdfuse.frontend.importing.joined import GROUPED
-from mdfuse.frontend.importing.views import Views
+from mdfuse.frontend.importing.view_chains import Views
 
 Call = Callable[..., Any]
 ops: Any = operations

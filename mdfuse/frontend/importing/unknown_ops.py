@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from mdfuse.errors import DefinitionError
 from mdfuse.frontend.importing.capture import ExportedModule
-from mdfuse.frontend.importing.lines import line_of
+from mdfuse.frontend.importing.module_lines import line_of
 from mdfuse.frontend.importing.table import is_known
 
 

@@ -229,9 +229,9 @@ def _avg_pool(n: int) -> Operation:
         how = _windows(name, x, n, kernel_size, stride, padding)
         how.pop("dilation")
         window_counts = tuple(
-            _count(x, x.ndim - n + at, _own(how, at), ceil_mode) for at in range(n)
+            _count(x, x.ndim - n + at, _window_along(how, at), ceil_mode) for at in range(n)
         )
-        counts = [_counts(x.shape[at - n], m, _own(how, at), count_include_pad)
+        counts = [_counts(x.shape[at - n], m, _window_along(how, at), count_include_pad)
                   for at, m in enumerate(window_counts)]  # fmt: skip
         are_full = all({*c} == {k} for c, k in zip(counts, how["kernel"], strict=True))
         divisor = divisor_override or (math.prod(how["kernel"]) if are_full else 1)
@@ -254,30 +254,30 @@ def _cut_to(x: Handle, how: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, 
     return {**how, "kernel": tuple(kernel)}
 
 
-def _own(how: dict[str, tuple[int, ...]], at: int) -> tuple[int, int, int]:
+def _window_along(how: dict[str, tuple[int, ...]], at: int) -> tuple[int, int, int]:
     """Return kernel, stride and padding along one dim."""
     return how["kernel"][at], how["stride"][at], how["padding"][at]
 
 
-def _count(x: Handle, dim: int, own: tuple[int, int, int], ceil: bool) -> int:
+def _count(x: Handle, dim: int, window: tuple[int, int, int], ceil: bool) -> int:
     try:
-        return pooled(x.shape[dim], *own, 1, ceil)
+        return pooled(x.shape[dim], *window, 1, ceil)
     except ValueError as error:
         raise DefinitionError(
-            f"a mean over windows of {own[0]} along dim {dim} of {shown(x)}",
+            f"a mean over windows of {window[0]} along dim {dim} of {shown(x)}",
             because=str(error),
             hint="smaller windows, or less padding",
         ) from None
 
 
 def _sums(
-    x: Handle, how: dict[str, tuple[int, ...]], made: tuple[int, ...], divisor: int
+    x: Handle, how: dict[str, tuple[int, ...]], counts: tuple[int, ...], divisor: int
 ) -> Handle:
     """Return the sums of windows, with zeros for padding, divided."""
-    if all(type(n) is int for n in (*x.shape[-len(made) :], *made)):
-        return record("mean_pool", x, made=made, divisor=divisor, **how)
-    for at, count in enumerate(made):  # a run chooses the number of windows
-        x = _added(x, x.ndim - len(made) + at, count, *_own(how, at))
+    if all(type(n) is int for n in (*x.shape[-len(counts) :], *counts)):
+        return record("mean_pool", x, made=counts, divisor=divisor, **how)
+    for at, count in enumerate(counts):  # a run chooses the number of windows
+        x = _added(x, x.ndim - len(counts) + at, count, *_window_along(how, at))
     return x / divisor
 
 
@@ -304,9 +304,9 @@ def _strided(x: Handle, dim: int, start: int, count: int, step: int) -> Handle:
     return indexing.index(x, (*[builtins.slice(None)] * dim, window))
 
 
-def _counts(n: int, windows: int, own: tuple[int, int, int], counts_pad: bool) -> list[int]:
+def _counts(n: int, windows: int, window: tuple[int, int, int], counts_pad: bool) -> list[int]:
     """Return the number of elements of each window along one dim."""
-    k, s, p = own
+    k, s, p = window
     low, high = (-p, n + p) if counts_pad else (0, n)
     starts = (i * s - p for i in range(windows))
     return [builtins.min(start + k, high) - builtins.max(start, low) for start in starts]

@@ -71,13 +71,13 @@ def full(
 def _full_of(name: str, number: int, doc: str) -> Callable[..., Handle]:
     def function(
         shape: Integers,
-        *more: int,
+        *further: int,
         dtype: torch.dtype | None = None,
         mesh: Any = None,
         layout: Any = None,
     ) -> Handle:
         dtype = dtype or torch.get_default_dtype()
-        return full(sequence(shape, more), number, dtype=dtype, mesh=mesh, layout=layout)
+        return full(sequence(shape, further), number, dtype=dtype, mesh=mesh, layout=layout)
 
     return named(name, doc, function)
 
@@ -270,14 +270,16 @@ def new_full(
     return full(shape, fill_value, dtype=dtype or x.dtype)
 
 
-def new_zeros(x: Handle, shape: Integers, *more: int, dtype: torch.dtype | None = None) -> Handle:
+def new_zeros(
+    x: Handle, shape: Integers, *further: int, dtype: torch.dtype | None = None
+) -> Handle:
     """Zeros in the dtype of x."""
-    return zeros(shape, *more, dtype=dtype or x.dtype)
+    return zeros(shape, *further, dtype=dtype or x.dtype)
 
 
-def new_ones(x: Handle, shape: Integers, *more: int, dtype: torch.dtype | None = None) -> Handle:
+def new_ones(x: Handle, shape: Integers, *further: int, dtype: torch.dtype | None = None) -> Handle:
     """Ones in the dtype of x."""
-    return ones(shape, *more, dtype=dtype or x.dtype)
+    return ones(shape, *further, dtype=dtype or x.dtype)
 
 
 def empty_like(x: Handle, *, dtype: torch.dtype | None = None) -> Handle:
@@ -285,6 +287,8 @@ def empty_like(x: Handle, *, dtype: torch.dtype | None = None) -> Handle:
     return zeros_like(x, dtype=dtype)
 
 
-def new_empty(x: Handle, shape: Integers, *more: int, dtype: torch.dtype | None = None) -> Handle:
+def new_empty(
+    x: Handle, shape: Integers, *further: int, dtype: torch.dtype | None = None
+) -> Handle:
     """Zeros in the dtype of x."""
-    return new_zeros(x, shape, *more, dtype=dtype)
+    return new_zeros(x, shape, *further, dtype=dtype)

@@ -133,9 +133,9 @@ def _path(terms: Sequence[str], result: str, sizes: dict[str, int]) -> list[tupl
     return [step for step in pairs if len(step) == 2]
 
 
-def _pair(first: str, second: str, kept: Sequence[str], a: Handle, b: Handle) -> Handle:
+def _pair(first: str, second: str, out: Sequence[str], a: Handle, b: Handle) -> Handle:
     labels = {c: i for i, c in enumerate(dict.fromkeys(first + second))}
-    left, right, result = (tuple(labels[c] for c in term) for term in (first, second, kept))
+    left, right, result = (tuple(labels[c] for c in term) for term in (first, second, out))
     return record("contract", a, b, left=left, right=right, kept=result)
 
 

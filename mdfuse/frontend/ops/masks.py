@@ -100,10 +100,10 @@ def diag_embed(x: Handle, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Ha
     return views.movedim(where(is_there, wide, _zero(x)), (-2, -1), (first, second))
 
 
-def _with_zeros(x: Handle, more: int) -> Handle:
+def _with_zeros(x: Handle, count: int) -> Handle:
     """Append zeros to the last dim."""
-    shape = (*x.shape[:-1], x.shape[-1] + more)
-    if not more:
+    shape = (*x.shape[:-1], x.shape[-1] + count)
+    if not count:
         return x
     return record("slice_grad", x, shape=shape, starts=(0,) * x.ndim, steps=(1,) * x.ndim)
 

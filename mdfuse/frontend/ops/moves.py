@@ -26,15 +26,15 @@ from mdfuse.frontend.ops.recording import (
 )
 
 
-def tile(x: Handle, dims: Integers, *more: int) -> Handle:
+def tile(x: Handle, dims: Integers, *further: int) -> Handle:
     """The whole repeated along its last dims; further numbers add dims in front."""
-    times = sequence(dims, more)
+    times = sequence(dims, further)
     return views.repeat(x, (*(1,) * (x.ndim - len(times)), *times))
 
 
-def flip(x: Handle, dims: Integers, *more: int) -> Handle:
+def flip(x: Handle, dims: Integers, *further: int) -> Handle:
     """Dims turned round: the last element first. They are whole on every rank."""
-    turned = checked(x, None, sequence(dims, more)) or ()
+    turned = checked(x, None, sequence(dims, further)) or ()
     return record("flip", x, dims=tuple(d % x.ndim for d in turned)) if turned else views.set(x)
 
 

@@ -280,8 +280,8 @@ def out_of_range(x: Handle, dims: Sequence[Any]) -> DefinitionError:
     )
 
 
-def sequence(first: Any, more: Sequence[Any]) -> tuple[Any, ...]:
+def sequence(first: Any, further: Sequence[Any]) -> tuple[Any, ...]:
     """Return extents or dims passed one by one, or as one sequence."""
-    if more:
-        return (first, *more)
+    if further:
+        return (first, *further)
     return (first,) if isinstance(first, _INTEGERS) else tuple(first)

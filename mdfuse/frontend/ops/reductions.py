@@ -119,18 +119,18 @@ def _of_too_few(
     centre: Handle,
     over: tuple[int, ...] | None,
     keepdim: bool,
-    rest: float,
+    divisor: float,
 ) -> Handle:
     """Return a variance of at most `correction` elements, with torch's gradient.
 
     Along dims the gradient divides by a negative divisor. Over all elements the gradient is
     infinite where the distance is not 0, as the slope of a root at 0, and NaN elsewhere.
     """
-    if rest == 0 and over is not None and wide.ndim:
+    if divisor == 0 and over is not None and wide.ndim:
         return squares / 0
     value = record("detach", squares / 0)
     if over is not None and wide.ndim:
-        return value + (squares - record("detach", squares)) / rest
+        return value + (squares - record("detach", squares)) / divisor
     root = ROWS["sqrt"](wide - record("detach", wide))
     return value + sum(root * pointwise.where(ROWS["eq"](wide, centre), 0.0, 1.0), over, keepdim)
 

@@ -36,9 +36,9 @@ def detach(x: Handle) -> Handle:
 # -- the order of dims ---------------------------------------------------------------------------
 
 
-def permute(x: Handle, dims: Integers, *more: int) -> Handle:
+def permute(x: Handle, dims: Integers, *further: int) -> Handle:
     """Dims in another order: result dim i is dim `dims[i]` of x."""
-    return record("permute", x, dims=sequence(dims, more))
+    return record("permute", x, dims=sequence(dims, further))
 
 
 def transpose(x: Handle, dim0: int = -2, dim1: int = -1) -> Handle:
@@ -80,9 +80,9 @@ def movedim(x: Handle, source: Integers, destination: Integers) -> Handle:
 # -- shapes --------------------------------------------------------------------------------------
 
 
-def reshape(x: Handle, shape: Integers, *more: int) -> Handle:
+def reshape(x: Handle, shape: Integers, *further: int) -> Handle:
     """The same elements in row-major order in another shape; one extent may be -1."""
-    new = sequence(shape, more)
+    new = sequence(shape, further)
     if new.count(-1) == 1:
         known = -math.prod(new)
         missing = math.prod(x.shape) // known if known else 0
@@ -130,9 +130,9 @@ def squeeze(x: Handle, dim: Dims = None, *, dims: Integers | None = None) -> Han
 # -- repeated elements ---------------------------------------------------------------------------
 
 
-def expand(x: Handle, shape: Integers, *more: int) -> Handle:
+def expand(x: Handle, shape: Integers, *further: int) -> Handle:
     """Dims of extent 1 repeated without copies; -1 keeps an extent; new dims come in front."""
-    new = sequence(shape, more)
+    new = sequence(shape, further)
     skip = len(new) - x.ndim
     extents = tuple(x.shape[d - skip] if n == -1 and d >= skip else n for d, n in enumerate(new))
     if any(type(n) is int and n < 0 for n in extents):
@@ -169,9 +169,9 @@ def broadcast_in_dim(x: Handle, shape: Sequence[int], broadcast_dims: Sequence[i
     return expand(broadcast(x, new), shape)
 
 
-def repeat(x: Handle, repeats: Integers, *more: int) -> Handle:
+def repeat(x: Handle, repeats: Integers, *further: int) -> Handle:
     """The whole repeated along each dim; more numbers than dims add dims in front."""
-    times = sequence(repeats, more)
+    times = sequence(repeats, further)
     if len(times) < x.ndim:
         raise DefinitionError(
             f"repeat(%{x.name}, {times}) of {x.value.type_text()}",

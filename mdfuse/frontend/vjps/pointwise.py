@@ -51,10 +51,10 @@ def _binary(
 ) -> None:
     """Add the rule of an op of two operands, by the cotangent of each."""
 
-    def made(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    def cotangents(e: Applied, ct: Handle) -> Sequence[Handle | None]:
         return first(e, ct) if e.wants(0) else None, second(e, ct) if e.wants(1) else None
 
-    RULES[name] = made
+    RULES[name] = cotangents
 
 
 _binary("add", lambda e, ct: ct, lambda e, ct: ct)
@@ -114,7 +114,7 @@ _binary("pow", _base_of_power, _exponent_of_power)
 def _extreme_of_two(is_left: Callable[..., Handle]) -> Rule:
     """Half to each where they are equal; where one is a NaN, all to both."""
 
-    def made(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    def cotangents(e: Applied, ct: Handle) -> Sequence[Handle | None]:
         half = ct / 2
 
         def share(mine: Any, other: Any) -> Handle:
@@ -125,20 +125,20 @@ def _extreme_of_two(is_left: Callable[..., Handle]) -> Rule:
             share(e[1], e[0]) if e.wants(1) else None,
         )
 
-    return made
+    return cotangents
 
 
 def _first_or_second(is_chosen: Callable[..., Handle]) -> Rule:
     """All to the first where they are equal, or the second is a NaN."""
 
-    def made(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    def cotangents(e: Applied, ct: Handle) -> Sequence[Handle | None]:
         first = record("logical_or", is_chosen(e[0], e[1]), record("ne", e[1], e[1]))
         return (
             where(first, ct, 0.0) if e.wants(0) else None,
             where(first, 0.0, ct) if e.wants(1) else None,
         )
 
-    return made
+    return cotangents
 
 
 RULES["maximum"] = _extreme_of_two(lt)
@@ -269,11 +269,11 @@ def _robust(unit: str, scale: Callable[[Handle, float], Handle]) -> Rule:
     """The slope is the distance, scaled and limited."""
 
     @widely
-    def made(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    def cotangents(e: Applied, ct: Handle) -> Sequence[Handle | None]:
         slope = ct * scale(e[0] - e[1], e.attrs[unit])
         return slope if e.wants(0) else None, -slope if e.wants(1) else None
 
-    return made
+    return cotangents
 
 
 def _within(x: Handle, most: float) -> Handle:
@@ -439,10 +439,10 @@ _TWICE: dict[str, Callable[..., Handle]] = {
 def _by_kernel(name: str) -> Rule:
     is_of_result = name in slopes.OF_RESULT
 
-    def made(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    def cotangents(e: Applied, ct: Handle) -> Sequence[Handle | None]:
         return (record(f"{name}_grad", ct, e.y if is_of_result else e[0], **e.attrs),)
 
-    return made
+    return cotangents
 
 
 def _of_kernel(name: str) -> Rule:
@@ -454,11 +454,11 @@ def _of_kernel(name: str) -> Rule:
         assert twice is not None
         return None, ct * e[0] * twice(e[1], **e.attrs)
 
-    def made(e: Applied, ct: Handle) -> Sequence[Part | None]:
+    def cotangents(e: Applied, ct: Handle) -> Sequence[Part | None]:
         first = record(f"{name}_grad", ct, e[1], **e.attrs) if e.wants(0) else None
         return first, bent(e, ct)[1] if twice and e.wants(1) else None
 
-    return made
+    return cotangents
 
 
 for _name in slopes.NAMES:

@@ -25,7 +25,7 @@ from mdfuse.frontend.vjps.table import (
 from mdfuse.ir.dims import reduced_dims
 
 
-def _kept(e: Applied, reduced: Handle) -> Handle:
+def _with_reduced_dims(e: Applied, reduced: Handle) -> Handle:
     """Return a result with its reduced dims kept, to broadcast against the operand."""
     shape = e.shape(0)
     dims = reduced_dims(e.attrs.get("dims"), len(shape))
@@ -42,7 +42,7 @@ def _count(e: Applied) -> int:
 
 def _repeated(e: Applied, ct: Handle) -> Handle:
     shape = e.shape(0)
-    return views.expand(_kept(e, ct), shape) if shape else ct
+    return views.expand(_with_reduced_dims(e, ct), shape) if shape else ct
 
 
 @rule("sum")
@@ -72,7 +72,7 @@ def _prod(e: Applied, ct: Handle) -> Sequence[Handle | None]:
     if e.attrs.get("dims") is None:  # torch ignores other elements beside two zeros
         zeros = reductions.sum(record("cast", eq(x, 0), dtype=x.dtype), over, True)
         others = where(logical_and(gt(zeros, 1), op("isnan")(others)), 0.0, others)
-    return (_kept(e, ct) * others,)
+    return (_with_reduced_dims(e, ct) * others,)
 
 
 @rule("max", "min")
@@ -82,13 +82,13 @@ def _extreme(e: Applied, ct: Handle) -> Sequence[Handle | None]:
     if not over:
         return (ct,)
     if e.attrs.get("first"):
-        places = first_place(e[0], _kept(e, e.y), over)
+        places = first_place(e[0], _with_reduced_dims(e, e.y), over)
         first = record("min", places, dims=over, keepdim=True)
-        return (where(eq(places, first), _kept(e, ct), 0.0),)
-    is_there = eq(e[0], _kept(e, e.y))
+        return (where(eq(places, first), _with_reduced_dims(e, ct), 0.0),)
+    is_there = eq(e[0], _with_reduced_dims(e, e.y))
     wide = in_f32(ct)  # 16 bits cannot count many equals
     equals = reductions.sum(record("cast", is_there, dtype=wide.dtype), over, True)
-    return (where(is_there, back(_kept(e, wide) / equals, ct), 0.0),)
+    return (where(is_there, back(_with_reduced_dims(e, wide) / equals, ct), 0.0),)
 
 
 @rule("topk", "sort", "cummax", "cummin")

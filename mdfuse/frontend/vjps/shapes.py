@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mdfuse.extents.extent import Extent
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import indexing, views
 from mdfuse.frontend.ops.recording import record
 from mdfuse.frontend.vjps.table import Applied, rule
-from mdfuse.frontend.vjps.windows import Part, Window
+from mdfuse.frontend.vjps.windows import Part, Window, sliced
 
 
 @rule("set", "stride_order")
@@ -46,12 +45,7 @@ def _slice(e: Applied, ct: Handle) -> Sequence[Part | None]:
 
 @rule("slice_grad")
 def _slice_grad(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    starts, steps, shape = e.attrs["starts"], e.attrs["steps"], e.shape(0)
-    ends = [
-        start + (n - 1) * step + 1 if isinstance(n, Extent) or n else start
-        for start, step, n in zip(starts, steps, shape, strict=True)
-    ]
-    return (record("slice", ct, starts=starts, ends=ends, steps=steps),)
+    return (sliced(ct, e.attrs["starts"], e.attrs["steps"], e.shape(0)),)
 
 
 @rule("cat")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mdfuse.extents.extent import Extent
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import creations, views
 from mdfuse.frontend.ops.lookup_parts import at_places, first_places
 from mdfuse.frontend.ops.recording import record
 from mdfuse.frontend.vjps.table import Applied, eq, rule, where
+from mdfuse.frontend.vjps.windows import sliced
 
 
 @rule("index_copy")
@@ -79,15 +79,11 @@ def _scatter(e: Applied, ct: Handle) -> Sequence[Handle | None]:
 
 @rule("slice_scatter")
 def _slice_scatter(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    starts, steps, shape = e.attrs["starts"], e.attrs["steps"], e.shape(0)
+    starts, steps = e.attrs["starts"], e.attrs["steps"]
     of_x = None
     if e.wants(1):
         zeros = creations.zeros_like(e[0])
         of_x = record("slice_scatter", zeros, ct, starts=starts, steps=steps)
     if not e.wants(0):
         return None, of_x
-    ends = [
-        start + (n - 1) * step + 1 if isinstance(n, Extent) or n else start
-        for start, step, n in zip(starts, steps, shape, strict=True)
-    ]
-    return record("slice", ct, starts=starts, ends=tuple(ends), steps=steps), of_x
+    return sliced(ct, starts, steps, e.shape(0)), of_x

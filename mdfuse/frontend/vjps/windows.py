@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mdfuse.extents.extent import are_same, is_symbolic
+from mdfuse.extents.extent import Extent, are_same, is_symbolic
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops.recording import record
 
@@ -82,3 +82,12 @@ def _row(part: Window, windows: Sequence[Window]) -> list[Window]:
         row.append(by_start[at])
         at += row[-1].ct.shape[dim]
     return row if at == part.shape[dim] and part in row else [part]
+
+
+def sliced(x: Handle, starts: Sequence[int], steps: Sequence[int], shape: Sequence[int]) -> Handle:
+    """Return the slice of x that begins at some places and has a shape."""
+    ends = tuple(
+        start + (n - 1) * step + 1 if isinstance(n, Extent) or n else start
+        for start, step, n in zip(starts, steps, shape, strict=True)
+    )
+    return record("slice", x, starts=starts, ends=ends, steps=steps)

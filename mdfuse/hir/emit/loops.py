@@ -24,9 +24,9 @@ from networkx.utils import UnionFind
 
 from mdfuse.errors import LoweringError
 from mdfuse.extents.expressions import Index, Term, calc, loop
-from mdfuse.hir.emit.counted import emit_counted, emit_fetches, is_counted_expr
 from mdfuse.hir.emit.loop import Loop
 from mdfuse.hir.emit.loop_sets import emit_set
+from mdfuse.hir.emit.ragged_values import emit_counted, emit_fetches, is_counted_expr
 from mdfuse.hir.emit.sets import Emitter, local
 from mdfuse.hir.program import BufferType, Instruction
 from mdfuse.ir.graph import Expr, Fusion, Operand, fresh_name

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from mdfuse.communication import Communication
 from mdfuse.errors import LayoutError, Source
 from mdfuse.extents.extent import is_symbolic
-from mdfuse.hir.emit.expanded import Squeezed, without_expanded
+from mdfuse.hir.emit.expanded_dims import Squeezed, without_expanded
 from mdfuse.hir.program import BufferType, Instruction, Padding
 from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
 from mdfuse.ir.ops import TABLE

@@ -16,7 +16,7 @@ from itertools import combinations
 
 from mdfuse.config import Options
 from mdfuse.hir.analysis.dataflow import Dataflow, dataflow
-from mdfuse.hir.calls import blocks_of
+from mdfuse.hir.block_calls import blocks_of
 from mdfuse.hir.instructions import received
 from mdfuse.hir.passes.assign_streams import set_stream, sync_with
 from mdfuse.hir.program import HostProgram, Instruction

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from mdfuse.config import Options
 from mdfuse.hir.analysis.dataflow import Dataflow, dataflow
-from mdfuse.hir.calls import blocks_of, per_index
+from mdfuse.hir.block_calls import blocks_of, per_index
 from mdfuse.hir.instructions import BLOCKS
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.ir.graph import fresh_name

@@ -61,7 +61,7 @@ from mdfuse.hir.analysis.dataflow import VIEWS, Dataflow, dataflow
 from mdfuse.hir.edits import Edits, Position
 from mdfuse.hir.instructions import POSTS, is_local
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
-from mdfuse.hir.verify.products import adds_to, own_problem
+from mdfuse.hir.verify.added_products import adds_to, own_problem
 
 #: Products that can add to a buffer as they write.
 _PRODUCTS = ("matmul", "linear")

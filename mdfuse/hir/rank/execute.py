@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from mdfuse.hir.calls import blocks_of
+from mdfuse.hir.block_calls import blocks_of
 from mdfuse.hir.instructions import BLOCKS, POSTS
 from mdfuse.hir.once import once
 from mdfuse.hir.program import BufferType, HostProgram, Instruction, Known, joined, resolved

@@ -7,8 +7,8 @@ from typing import Any
 
 from mdfuse.errors import ProgramError
 from mdfuse.extents.expressions import UNKNOWN, resolve
+from mdfuse.hir.expr_parts import expr_part
 from mdfuse.hir.instructions import POSTS, op_of
-from mdfuse.hir.parts import expr_part
 from mdfuse.hir.program import HostProgram, Instruction, Known, resolved
 from mdfuse.ir.local_attributes import ExprPart
 
@@ -36,7 +36,7 @@ def localized(program: HostProgram, i: Instruction, rank: int, known: Known) -> 
     if body or orelse:
         body = tuple([localized(program, inner, rank, known) for inner in body])
         orelse = tuple([localized(program, inner, rank, known) for inner in orelse])
-    return i.made(inputs, i.outputs, attrs, comm, body, orelse)
+    return i.rebuilt(inputs, i.outputs, attrs, comm, body, orelse)
 
 
 def globalized(program: HostProgram, i: Instruction, rank: int) -> Instruction:

@@ -23,9 +23,9 @@ from typing import NamedTuple
 from mdfuse.communication import Communication
 from mdfuse.errors import ProgramError
 from mdfuse.extents.expressions import UNKNOWN, Index, Term, resolve
-from mdfuse.hir.calls import blocks_of, per_index
-from mdfuse.hir.indices import index_names
+from mdfuse.hir.block_calls import blocks_of, per_index
 from mdfuse.hir.instructions import POSTS, TRANSFERS, op_of
+from mdfuse.hir.loop_indices import index_names
 from mdfuse.hir.program import BufferType, HostProgram, Instruction, resolved
 from mdfuse.hir.rank.localize import globalized, localized
 from mdfuse.ir.graph import Operand
@@ -389,7 +389,7 @@ class Unrolled:
         body = tuple([self.renamed(j) for j in i.body]) if i.body else ()
         comm = self.posted(i.comm) if i.comm is not None else None
         attrs = resolved(i.attrs, self.known) if site.has_indices else i.attrs
-        i = i.made(inputs, outputs, attrs, comm, body, i.orelse)
+        i = i.rebuilt(inputs, outputs, attrs, comm, body, i.orelse)
         if not (site.is_of_part and self.env):
             return i
         rank = self.local.rank
@@ -419,18 +419,18 @@ class Unrolled:
         return kind
 
     def kind(self, kind: BufferType) -> BufferType:
-        """Return `here` of a type of the program, which is asked once in an iteration."""
+        """Return `type_now` of a type of the program, which is asked once in an iteration."""
         if kind.layout is None or kind.layout.stream is None:
             return kind
         code = self._equal.get(id(kind), id(kind))
         local = self._kinds.get(code)
         if local is None:
-            local = self.here(kind)
+            local = self.type_now(kind)
             if local.layout is None or is_numbered(local.layout):
                 self._kinds[code] = local
         return local
 
-    def here(self, kind: BufferType) -> BufferType:
+    def type_now(self, kind: BufferType) -> BufferType:
         """Return a type as it is in this iteration."""
         layout = kind.layout
         chunk = layout.stream if layout is not None else None

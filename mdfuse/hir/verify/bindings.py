@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from mdfuse.hir.once import once
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.rank.unrolled import written_out
+from mdfuse.hir.verify.accesses import Storage, View
 from mdfuse.hir.verify.flow import Flow, Steps
-from mdfuse.hir.verify.memory import Storage, View
 from mdfuse.hir.verify.structure import check_structure
 from mdfuse.ir.graph import Operand
 

@@ -29,15 +29,15 @@ from mdfuse.hir.rank.unroll import is_numbered
 from mdfuse.hir.rank.unrolled import written_out
 from mdfuse.hir.verify.flow import Flow
 from mdfuse.hir.verify.loop_summary import FoldedProgram, folded
+from mdfuse.hir.verify.post_sizes import check_sizes
 from mdfuse.hir.verify.rank_equivalence import Ends, key_near, key_of, representatives
 from mdfuse.hir.verify.repeated_layers import Shortened, without_repeated
+from mdfuse.hir.verify.result_types import check_types
 from mdfuse.hir.verify.ring_matching import rotates, turns
-from mdfuse.hir.verify.sizes import check_sizes
 from mdfuse.hir.verify.structure import check_defined, check_structure
-from mdfuse.hir.verify.teams import check_teams
+from mdfuse.hir.verify.team_posts import check_teams
 from mdfuse.hir.verify.terms import Ledger, has_terms
 from mdfuse.hir.verify.terms_of_ranks import check_terms
-from mdfuse.hir.verify.types import check_types
 from mdfuse.interpreter.garbage import no_collection
 from mdfuse.mesh import DeviceMesh
 

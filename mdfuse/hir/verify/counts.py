@@ -21,17 +21,17 @@ import torch
 
 from mdfuse.errors import ProgramError
 from mdfuse.extents.expressions import terms
-from mdfuse.hir.counted import is_counted
+from mdfuse.hir.counted_rows import is_counted
 from mdfuse.hir.instructions import BLOCKS, POSTS, op_of, received
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
-from mdfuse.hir.verify.layouts import chunk_of, is_alike, plain
-from mdfuse.hir.verify.report import wrong
+from mdfuse.hir.verify.error_report import wrong
+from mdfuse.hir.verify.result_layouts import chunk_of, is_alike, plain
 from mdfuse.layouts.layout import Layout
 from mdfuse.layouts.stream import Stream
 
 if TYPE_CHECKING:
     from mdfuse.communication import Communication
-    from mdfuse.hir.verify.types import Types
+    from mdfuse.hir.verify.result_types import Types
 
 #: op -> which of its operands is the fetched value.
 _TAKES = {"alloc": 0, "pack_rows": 1, "unpack_rows": 1, "post": 2}
@@ -347,7 +347,7 @@ _OF_TYPES: dict[str, Callable[[BufferType, BufferType], str | None]] = {
 
 def check_made(types: Types, i: Instruction) -> None:
     """Check the result of a fetch, or of packing or unpacking rows."""
-    after, kinds = types.made(i), types.program.types
+    after, kinds = types.result_type(i), types.program.types
     before = kinds.get(i.reads[0]) if i.reads else None
     if before is None:
         return  # the flow refuses what nothing computed

@@ -14,7 +14,7 @@ from typing import Any
 from mdfuse.errors import ProgramError
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.verify import refusals
-from mdfuse.hir.verify.memory import (
+from mdfuse.hir.verify.accesses import (
     CALLER,
     Access,
     Clocks,
@@ -26,9 +26,9 @@ from mdfuse.hir.verify.memory import (
     note_written,
     record,
 )
-from mdfuse.hir.verify.sizes import uses
+from mdfuse.hir.verify.post_sizes import uses
 from mdfuse.hir.verify.terms import Ledger
-from mdfuse.hir.verify.views import (
+from mdfuse.hir.verify.view_regions import (
     is_author_s,
     is_slice,
     is_view,

@@ -19,9 +19,9 @@ from mdfuse.errors import ProgramError
 from mdfuse.hir.instructions import op_of
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.verify import refusals
-from mdfuse.hir.verify.memory import Storage, Terms, View, covers, outside, overlap
+from mdfuse.hir.verify.accesses import Storage, Terms, View, covers, outside, overlap
 from mdfuse.hir.verify.spaces import Space, spaces_of
-from mdfuse.hir.verify.views import whole
+from mdfuse.hir.verify.view_regions import whole
 from mdfuse.ir.op_table import OF_FIRST
 from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.boxes import Box, box_size, intersect
@@ -130,12 +130,12 @@ class HeldTerms:
         ops = [*layout.reduce_ops.values(), *whole_of.reduce_ops.values()]
         return Terms(ops[0], usual)
 
-    def is_covered(self, view: View, found: list[tuple[Box | None, Terms]]) -> bool:
-        if any(covers(b, view.region) for b, _ in found):
+    def is_covered(self, view: View, parts: list[tuple[Box | None, Terms]]) -> bool:
+        if any(covers(b, view.region) for b, _ in parts):
             return True
         box = whole(self.program.types[view.storage.name], self.rank)
         region = view.region or box
-        shared = (intersect(b, region) for b, _ in found if b is not None)
+        shared = (intersect(b, region) for b, _ in parts if b is not None)
         return sum(box_size(b) for b in shared if b is not None) >= box_size(region)
 
     def is_usual(self, layout: Layout, terms: Terms | None) -> bool:
@@ -318,7 +318,7 @@ class HeldTerms:
         before = self.held(into, views[into], i) if len(i.inputs) == 3 else None
         if space is None or not {*axes}.intersection(space.axes):
             return before
-        term = Terms("sum", space.own(axes, self.rank))
+        term = Terms("sum", space.places_of(axes, self.rank))
         if id(i) in self.repeated:
             raise Unclear(f"{i} adds terms of several iterations")
         return term if before is None else self.union(i, (into,), before, term)

@@ -43,7 +43,7 @@ from mdfuse.hir.once import once
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.rank.unroll import LIMIT, Turn, Unrolled
 from mdfuse.hir.rank.unrolled import WAITS
-from mdfuse.hir.verify.layouts import chunk_of
+from mdfuse.hir.verify.result_layouts import chunk_of
 from mdfuse.layouts.boxes import nth_chunk
 from mdfuse.layouts.layout import Layout
 from mdfuse.layouts.stream import Stream
@@ -177,9 +177,9 @@ class _Folded(Unrolled):
         self.last = None
         self.saved += (len(turn.numbers) - 1) * (len(self.code) - before)
 
-    def here(self, kind: BufferType) -> BufferType:
+    def type_now(self, kind: BufferType) -> BufferType:
         """Return a type with all chunks of a run; Lemma 5."""
-        at_first, layout = super().here(kind), kind.layout
+        at_first, layout = super().type_now(kind), kind.layout
         if self.last is None or kind is at_first or layout is None or layout.stream is None:
             return at_first
         if layout.stream.op is not None:
@@ -344,12 +344,12 @@ class _Folded(Unrolled):
         return chunks
 
     def check_view(
-        self, i: Instruction, is_slice: bool, found: dict[str, Linear], cut: dict[str, Linear]
+        self, i: Instruction, is_slice: bool, places: dict[str, Linear], cut: dict[str, Linear]
     ) -> None:
         """Raise _Unfit where views take several chunks of one buffer, or parts of one; Lemma 5."""
         of, made_of = (self.program.root(n) for n in (i.reads[0], i.outputs[0]))
-        which, types = found.get(made_of), self.program.types
-        if of not in found:
+        which, types = places.get(made_of), self.program.types
+        if of not in places:
             memory = storage(self.program).get(of, of)
             if which is None or not is_slice:
                 return  # it shows all of the buffer, whatever the iteration
@@ -358,7 +358,7 @@ class _Folded(Unrolled):
                 raise _Unfit
             return
         before, after = (_extent(types[n]) for n in (of, made_of))
-        if is_slice or found[of] != which or before != after:
+        if is_slice or places[of] != which or before != after:
             raise _Unfit
 
     def which(self, name: str, index: Term) -> Linear | None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mdfuse.hir.program import Instruction
+from mdfuse.hir.verify.accesses import PENDING, Clock, Clocks, View, overlap
 from mdfuse.hir.verify.flow import Flow, Steps
-from mdfuse.hir.verify.memory import PENDING, Clock, Clocks, View, overlap
 
 #: The attribute that numbers syncs, since several may be equal.
 MARK = "mark"

@@ -14,16 +14,15 @@ import torch
 from torch import Tensor
 
 from mdfuse.errors import DefinitionError
-from mdfuse.hir.parts import expr_part
+from mdfuse.hir.expr_parts import expr_part
 from mdfuse.hir.program import BufferType
-from mdfuse.hir.verify.layouts import Contradiction, is_shown, may_be_said, result_layout
+from mdfuse.hir.verify.result_layouts import Contradiction, is_shown, may_be_said, result_layout
 from mdfuse.ir.dims import pointwise
 from mdfuse.ir.graph import Value, dtype_name
 from mdfuse.ir.infer import as_results, infer, on_few_elements, scalar_sample
 from mdfuse.ir.local_attributes import ExprPart
 from mdfuse.ir.ops import TABLE, local_attrs
 from mdfuse.ir.shapes import Shape, known_shapes
-from mdfuse.layouts.boxes import Box
 from mdfuse.layouts.layout import Layout
 
 #: What an operand is for the inference: a buffer or scalar, the type of a number, or nothing.
@@ -214,13 +213,8 @@ def _problem_on(
 
 def _left_out(fn: str, attrs: Attrs, part: ExprPart) -> dict[str, Any]:
     """Return the attributes of a rank for which a program states none: those of the whole."""
-    boxes = tuple(_whole(s) if s is not None else None for s in part.shapes)
-    whole = replace(part, boxes=boxes, box=_whole(part.shape), blocks={}, pieces=())
-    return local_attrs(TABLE[fn], dict(attrs), whole)
-
-
-def _whole(shape: Shape) -> Box:
-    return tuple((0, n) for n in shape)
+    operands = tuple(x and replace(x.whole, runs={}) for x in part.operands)
+    return local_attrs(TABLE[fn], dict(attrs), ExprPart(operands, part.out.whole))
 
 
 def _settings(attrs: dict[str, Any]) -> str:

@@ -9,10 +9,10 @@ from functools import lru_cache
 
 from mdfuse.errors import CommunicationError
 from mdfuse.hir.program import BufferType
-from mdfuse.hir.verify.events import PostEvent, Programs, difference
-from mdfuse.hir.verify.layouts import box_text, chunk_of
-from mdfuse.hir.verify.progress import Meeting
-from mdfuse.hir.verify.report import disagreement
+from mdfuse.hir.verify.deadlocks import Meeting
+from mdfuse.hir.verify.error_report import disagreement
+from mdfuse.hir.verify.post_events import PostEvent, Programs, difference
+from mdfuse.hir.verify.result_layouts import box_text, chunk_of
 from mdfuse.ir.graph import dtype_name
 from mdfuse.layouts.layout import Layout, Partial, Replicate, Shard, Varies
 from mdfuse.mesh import DeviceMesh
@@ -154,8 +154,12 @@ def _content_problem(send: PostEvent, recv: PostEvent, contents: Contents) -> st
         parts = [f"{box_text(x)} of {list(k.shape)}" for x, k in zip(boxes, (a, b), strict=True)]
         return f"{parts[0]} is sent for {parts[1]}"
     is_turned = is_chunk and not _is_split(received, send.rank, recv.rank)
-    key = recv.base if is_turned else recv.handle, rows[1], _own(received, recv.rank)
-    held = send.base if is_chunk else send.handle, rows[0], _own(sent, send.rank)
+    key = (
+        recv.base if is_turned else recv.handle,
+        rows[1],
+        _varying_coordinates(received, recv.rank),
+    )
+    held = send.base if is_chunk else send.handle, rows[0], _varying_coordinates(sent, send.rank)
     if contents.setdefault(key, held) == held:
         return None
     return f"ranks that are to hold the same as %{recv.i.reads[0]} receive different parts"
@@ -171,7 +175,7 @@ def _is_split(layout: Layout, a: int, b: int) -> bool:
     return any(x != y and isinstance(p, Shard) for x, y, p in places)
 
 
-def _own(layout: Layout, rank: int) -> tuple[int, ...]:
+def _varying_coordinates(layout: Layout, rank: int) -> tuple[int, ...]:
     """Return the rank's coordinates along the axes along which each rank has a value of its own."""
     coordinate = layout.mesh.coordinate(rank) or ()
     places = zip(coordinate, layout.placements, strict=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from mdfuse.errors import ProgramError
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.hir.verify.memory import CALLER, PENDING, Access
-from mdfuse.hir.verify.report import wrong
+from mdfuse.hir.verify.accesses import CALLER, PENDING, Access
+from mdfuse.hir.verify.error_report import wrong
 
 _IN_USE = "what a communication reads and writes is in use until its wait"
 _SYNC_CALLER = "`%s = get_stream` at the start, and `sync %s` on this stream before"

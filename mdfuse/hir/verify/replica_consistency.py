@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from mdfuse.errors import CommunicationError
 from mdfuse.hir.instructions import counts_of, received
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
-from mdfuse.hir.verify.report import disagreement
+from mdfuse.hir.verify.error_report import disagreement
 from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.layout import Layout, Replicate
 

@@ -21,10 +21,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mdfuse.extents.expressions import Calc, Index, Term, terms
-from mdfuse.extents.linear import Linear, linear, made
+from mdfuse.extents.linear import Linear, linear, simplified
 from mdfuse.hir.instructions import BLOCKS, POSTS, TRANSFERS
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
-from mdfuse.hir.verify.layouts import chunk_of, plain
+from mdfuse.hir.verify.result_layouts import chunk_of, plain
 from mdfuse.layouts.kinds import POINT_TO_POINT
 from mdfuse.layouts.layout import Layout, Partial, Replicate, Varies
 from mdfuse.mesh import DeviceMesh
@@ -166,7 +166,7 @@ def _meet(send: _TransferSite, recv: _TransferSite, is_sent_first: bool) -> bool
     size, coordinate = mesh.axis_size(axis), Term("coord", axis)
     to = _peer(send.i.kwargs["to"], size, coordinate)
     come = _peer(recv.i.kwargs["from"], size, coordinate)
-    if to is None or come is None or to != made({}, 0, size).plus(come, -1):
+    if to is None or come is None or to != simplified({}, 0, size).plus(come, -1):
         return False
     is_one_group = send.group is not None and send.group == recv.group
     is_own = not to.factors and to.constant == 0
@@ -186,7 +186,7 @@ def _peer(peer: Index, size: int, coordinate: Term) -> Linear | None:
         return None
     if position.factor(coordinate) != 1 % size:
         return None
-    return position.plus(made({coordinate: 1}, 0, size), -1)
+    return position.plus(simplified({coordinate: 1}, 0, size), -1)
 
 
 # -- what is sent and received -------------------------------------------------------------------
@@ -243,7 +243,7 @@ def _parts(site: _TransferSite) -> list[list[_Part]] | None:
     for dim, axes in layout.splits:
         for axis in axes:
             size = layout.mesh.axis_size(axis)
-            parts[dim].append((size, made({Term("coord", axis): 1}, 0, size)))
+            parts[dim].append((size, simplified({Term("coord", axis): 1}, 0, size)))
     chunk = chunk_of(layout)
     if chunk is not None:
         which = _chunk(layout)
@@ -287,7 +287,7 @@ def _of_sender(
     size, coordinate = mesh.axis_size(axis), Term("coord", axis)
     if size == 1:
         return parts
-    there = made({coordinate: 1}, 0, size).plus(to)
+    there = simplified({coordinate: 1}, 0, size).plus(to)
     shifted = []
     for dim in parts:
         if any(p.factor(coordinate) and p.modulus != size for _, p in dim):

@@ -52,7 +52,7 @@ class Space:
         """Return the places from `start` to `stop` along an axis, all of them along others."""
         return _lanes(self.sizes, self.axes.index(axis), start, stop)
 
-    def own(self, axes: Iterable[str], rank: int) -> int:
+    def places_of(self, axes: Iterable[str], rank: int) -> int:
         """Return the places of a rank along some axes, all of them along others."""
         places = self.full
         for axis in axes:
@@ -64,7 +64,7 @@ class Space:
     def usual(self, layout: Layout, rank: int) -> int:
         """Return the terms that a rank holds by a layout: its own, and all along other axes."""
         places = layout.by_axis()
-        return self.own((a for a in self.axes if isinstance(places[a], Partial)), rank)
+        return self.places_of((a for a in self.axes if isinstance(places[a], Partial)), rank)
 
     def agree(self, layout: Layout, held: int, rank: int) -> bool:
         """Return whether terms are a rank's own along all axes along which a layout is Partial."""

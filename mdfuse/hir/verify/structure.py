@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mdfuse.errors import ProgramError
-from mdfuse.hir.indices import index_names, names_in
 from mdfuse.hir.instructions import POSTS, is_local
+from mdfuse.hir.loop_indices import index_names, names_in
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.hir.verify.calls import check_calls
+from mdfuse.hir.verify.call_order import check_calls
 from mdfuse.hir.verify.counts import check_counts
-from mdfuse.hir.verify.report import wrong
+from mdfuse.hir.verify.error_report import wrong
 from mdfuse.layouts.kinds import IN_PIECES
 
 

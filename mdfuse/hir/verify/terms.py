@@ -22,8 +22,8 @@ from mdfuse.extents.expressions import resolve
 from mdfuse.hir.instructions import TRANSFERS, received
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.verify import refusals
+from mdfuse.hir.verify.accesses import Terms, View
 from mdfuse.hir.verify.held_terms import HeldTerms, Unclear
-from mdfuse.hir.verify.memory import Terms, View
 from mdfuse.hir.verify.spaces import Space
 from mdfuse.layouts.layout import IDEMPOTENT, Layout, Partial, Varies
 from mdfuse.mesh import DeviceMesh

@@ -7,8 +7,8 @@ goes on.
 from __future__ import annotations
 
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.hir.verify.events import Programs
 from mdfuse.hir.verify.flow import Flow
+from mdfuse.hir.verify.post_events import Programs
 from mdfuse.hir.verify.terms import Ledger, Network
 
 

@@ -14,10 +14,10 @@ from mdfuse.ir.out_forms import DENSE, Writes, exact, rounded
 
 
 def _reduce(
-    name: str, call: Callable[..., Any], op: str, writes: Writes, *own: Attr, **fields: Any
+    name: str, call: Callable[..., Any], op: str, writes: Writes, *others: Attr, **fields: Any
 ) -> None:
     """Add the row of a reduction; the parts of a split dim are joined by the reduce op `op`."""
-    attrs = (attr("dims", "dims"), attr("keepdim", "bool"), *own)
+    attrs = (attr("dims", "dims"), attr("keepdim", "bool"), *others)
     fields = {"partial": "reduce", **fields, "host": "reduce", "attrs": attrs}
     row(name, call, dims.reduction(op), shapes.reduction, writes, **fields)
 

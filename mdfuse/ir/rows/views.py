@@ -18,10 +18,10 @@ def itself(x: Any) -> Any:
 
 
 def _view(
-    name: str, call: Callable[..., Any], rule: dims.Rule, shape: shapes.ShapeRule, **more: Any
+    name: str, call: Callable[..., Any], rule: dims.Rule, shape: shapes.ShapeRule, **fields: Any
 ) -> None:
     """Add the row of a view, which takes any Partial operand as it is."""
-    row(name, call, rule, shape, ANYHOW, is_view=True, partial="view", **more)
+    row(name, call, rule, shape, ANYHOW, is_view=True, partial="view", **fields)
 
 
 _ORDER = attr("order", "permutation", True)

@@ -15,9 +15,9 @@ from typing import NamedTuple
 from mdfuse.extents.extent import is_symbolic
 from mdfuse.ir.visible import Run, tiles
 from mdfuse.layouts.layout import Layout
+from mdfuse.passes.prices import received_bytes
 from mdfuse.passes.sharded import masks
 from mdfuse.passes.sharded.split_attention import HEADS, ROWS, SplitAttention
-from mdfuse.reshard import elements_received
 
 #: The floating-point operations of an attention that a GPU computes while a byte arrives over fast
 #: links: some 500 TFLOP/s beside 350 GB/s.
@@ -128,11 +128,8 @@ def _bytes_of_mask(split: SplitAttention, to: Layout) -> float:
 
 def _moved(split: SplitAttention, names: Sequence[str], to: Callable[[str], Layout]) -> float:
     """Return the bytes that arrive where values get other layouts."""
-    total = 0.0
-    for value in (split.fusion.values[x] for x in names):
-        shape, (old, new) = value.travels(split.fusion.layout(value.name), to(value.name))
-        total += elements_received(old, new, shape) * value.dtype.itemsize
-    return total
+    values, layout = split.fusion.values, split.fusion.layout
+    return sum((received_bytes(values[x], layout(x), to(x)) for x in names), start=0.0)
 
 
 def _operations(split: SplitAttention) -> float:

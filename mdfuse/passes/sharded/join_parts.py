@@ -16,16 +16,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 
-from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
-from mdfuse.layouts.layout import Layout, Partial, Replicate
+from mdfuse.ir.graph import Expr, Fusion, fresh_name
+from mdfuse.layouts.layout import Partial, Replicate
+from mdfuse.passes.prices import received_bytes
 from mdfuse.passes.rewriting import Maker, Rule, laid_out
 from mdfuse.passes.sharded.keep_splits import with_placements
 from mdfuse.passes.sharded.split_attention import ATTENTIONS, ROWS
 from mdfuse.passes.strategy import choose
-from mdfuse.reshard import elements_received
 
 
 def run(fusion: Fusion) -> Fusion:
@@ -64,20 +63,17 @@ def _is_less(fusion: Fusion, expr: Expr, axes: tuple[str, ...]) -> bool:
     strategy = choose(expr, values, *laws)
     if strategy is None:
         return False
-    moved = sum(_bytes(values[x], fusion.layout(x), to) for x, to in strategy.wanted.items())
+    moved = sum(
+        received_bytes(values[x], fusion.layout(x), to) for x, to in strategy.wanted.items()
+    )
     ends = zip(outs, strategy.results, laws, strict=True)
-    moved += sum(_bytes(v, before, law) for v, before, law in ends if law is not None)
+    moved += sum(received_bytes(v, before, law) for v, before, law in ends if law is not None)
     terms = with_placements(fusion.layout(expr.reads[0]), axes, Partial())
     whole = laws[0] or with_placements(terms, axes, Replicate())
     if whole.mesh != terms.mesh or whole.partial_axes:
         return False
     size = max(1, 4 / outs[0].dtype.itemsize)
-    return _bytes(outs[0], terms, whole) * size * _MORE < moved
-
-
-def _bytes(value: Value, before: Layout, after: Layout) -> float:
-    shape, (old, new) = value.travels(before, after)
-    return elements_received(old, new, shape) * value.dtype.itemsize
+    return received_bytes(outs[0], terms, whole) * size * _MORE < moved
 
 
 #: The sums and maxima, beside the results: one number for each row, which has many features.
@@ -90,7 +86,6 @@ _MORE = 1.25
 def _parts(maker: Maker, by: Expr, parts: int) -> None:
     """Append attention to each part of the keys, and the join of its results."""
     out = fresh_name(maker.values, f"{by.outputs[0]}.parts")
-    dtype = maker.values[by.outputs[0]].dtype
     how = {**by.kwargs, "parts": parts}
     sums = maker.several(by, "attention_parts", *by.inputs, first=out, **how)
     ndim = len(maker.values[out].shape)
@@ -102,18 +97,10 @@ def _parts(maker: Maker, by: Expr, parts: int) -> None:
     both = maker.op(by, "cat", weighed, columns, dim=ndim - 1)
     total = maker.op(by, "sum", both, dims=(0,))
     n = maker.values[total].shape[-1] - 1
-    over, under = _columns(maker, by, total, 0, n), _columns(maker, by, total, n, n + 1)
+    over, under = maker.columns(by, total, 0, n), maker.columns(by, total, n, n + 1)
     safe = maker.op(by, "where", maker.op(by, "eq", under, 0.0), 1.0, under)
     joined = maker.op(by, "div", over, safe)
-    is_same = maker.values[joined].dtype == dtype
-    last = replace(by, op="set" if is_same else "cast", inputs=(joined,), outputs=by.outputs[:1])
-    maker.exprs.append(replace(last, attrs=() if is_same else (("dtype", dtype),)))
+    maker.cast_as(by, joined)
     if len(by.outputs) == 2:
         rows = maker.op(by, "squeeze", maker.op(by, "log", under), dims=(ndim - 2,))
         maker.op(by, "add", rows, maker.op(by, "squeeze", shift, dims=(0,)), last=True)
-
-
-def _columns(maker: Maker, by: Expr, x: str, start: int, end: int) -> str:
-    shape = maker.values[x].shape
-    starts, ends = ((*(0 for _ in shape[1:]), start), (*shape[:-1], end))
-    return maker.op(by, "slice", x, starts=starts, ends=ends, steps=(1,) * len(shape))

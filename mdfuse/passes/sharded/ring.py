@@ -137,19 +137,10 @@ def _forward(maker: Maker, by: Expr, split: SplitAttention, masks: Masks) -> Non
     terms = maker.op(by, "attention_terms", q, k, v, *mask, **by.kwargs)
     _stated(maker, terms, None, _joined(split, "lse"))
     shape, n = maker.values[terms].shape, maker.values[by.outputs[0]].shape[-1]
-    out, dtype = _columns(maker, by, terms, 0, n), maker.values[by.outputs[0]].dtype
-    is_same = maker.values[out].dtype == dtype
-    last = replace(by, op="set" if is_same else "cast", inputs=(out,), outputs=by.outputs[:1])
-    maker.exprs.append(replace(last, attrs=() if is_same else (("dtype", dtype),)))
+    maker.cast_as(by, maker.columns(by, terms, 0, n))
     if len(by.outputs) == 2:
-        sums = _columns(maker, by, terms, n, n + 1)
+        sums = maker.columns(by, terms, n, n + 1)
         maker.op(by, "squeeze", sums, last=True, dims=(len(shape) - 1,))
-
-
-def _columns(maker: Maker, by: Expr, x: str, start: int, end: int) -> str:
-    shape = maker.values[x].shape
-    starts, ends = (*(0 for _ in shape[1:]), start), (*shape[:-1], end)
-    return maker.op(by, "slice", x, starts=starts, ends=ends, steps=(1,) * len(shape))
 
 
 def _backward(maker: Maker, by: Expr, split: SplitAttention, masks: Masks) -> None:

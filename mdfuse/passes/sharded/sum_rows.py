@@ -117,13 +117,13 @@ def _product(fusion: Fusion, expr: Expr) -> _Product | None:
 
 def _side(fusion: Fusion, x: Operand, turned: bool) -> _RowsMatrix | None:
     """Return the view behind an operand, through transposes and sets that keep rows."""
-    producer, turns, is_set = _made(fusion, x), 0, False
+    producer, turns, is_set = _producer(fusion, x), 0, False
     while producer is not None and producer.op in ("set", "permute"):
         if producer.op == "permute" and producer.kwargs["dims"] != (1, 0):
             return None
         turns += producer.op == "permute"
         is_set |= producer.op == "set"
-        producer = _made(fusion, producer.inputs[0])
+        producer = _producer(fusion, producer.inputs[0])
     if producer is None or producer.op != "reshape" or turns % 2 != turned:
         return None
     if not is_set or not isinstance(x, str):
@@ -170,12 +170,12 @@ def _grouped(fusion: Fusion, expr: Expr) -> _AddedGroups | None:
         return None
     dim = dims[0] - 1
     count, size = opened[dim : dim + 2]
-    merged, view = (*opened[:dim], count * size, *opened[dim + 2 :]), _made(fusion, x)
+    merged, view = (*opened[:dim], count * size, *opened[dim + 2 :]), _producer(fusion, x)
     while view is not None and view.op == "reshape" and 0 not in merged:
         (y,) = view.reads
         if fusion.values[y].shape == merged:
             return _AddedGroups(replace(view, outputs=(x,), attrs=(("shape", opened),)), dim, size)
-        view = _made(fusion, y)
+        view = _producer(fusion, y)
     return None
 
 
@@ -193,7 +193,7 @@ def _sum_groups(maker: Maker, by: Expr, groups: _AddedGroups) -> None:
     maker.op(by, "reshape", total, last=True, shape=out.shape)
 
 
-def _made(fusion: Fusion, x: Operand) -> Expr | None:
+def _producer(fusion: Fusion, x: Operand) -> Expr | None:
     return fusion.producers.get(x) if isinstance(x, str) else None
 
 

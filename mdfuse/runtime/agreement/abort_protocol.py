@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from mdfuse.backends.work import first_line
-from mdfuse.errors import BackendError, ProgramError, told
+from mdfuse.errors import BackendError, ProgramError, message_of
 from mdfuse.interpreter.threads import within
 from mdfuse.runtime.agreement.rendezvous import ANSWER_S
+from mdfuse.runtime.watch.plan_position import RunCount
 from mdfuse.runtime.watch.reports import tell_torchrun, untell_torchrun
-from mdfuse.runtime.watch.running import RunCount
 from mdfuse.torch_private import Store
 
 _ALL_REFUSED = "all ranks refused it"
@@ -50,7 +50,7 @@ class Refusals:
         tell_torchrun(problem)  # before others fail for it, even if it is caught here
 
         def leave_word() -> None:
-            self.store.set(f"refused/{occasion}", self._word("refused it", told(problem)))
+            self.store.set(f"refused/{occasion}", self._word("refused it", message_of(problem)))
             if self.store.add(f"refusals/{occasion}", 1) == self.size:
                 self.store.set(f"settled/{occasion}", _ALL_REFUSED)
 
@@ -66,8 +66,10 @@ class Refusals:
 
         def leave_word() -> None:
             next_one = f"{tally.serial}/{tally.runs + 1}"
-            self.store.set(f"refused/{tally.occasion}", self._word("left it", told(error)))
-            self.store.set(f"refused/{next_one}", self._word("left the one before", told(error)))
+            self.store.set(f"refused/{tally.occasion}", self._word("left it", message_of(error)))
+            self.store.set(
+                f"refused/{next_one}", self._word("left the one before", message_of(error))
+            )
             self.store.set(f"settled/{tally.occasion}", _BEGUN)
 
         within(ANSWER_S, leave_word)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from mdfuse.config import VERSION, Options, backend_choice
-from mdfuse.errors import IndexRangeError, ProgramError, printable, told
+from mdfuse.errors import IndexRangeError, ProgramError, message_of, printable
 from mdfuse.hir.program import HostProgram
 from mdfuse.hir.rank.pipelines import project
 from mdfuse.hir.verify.bindings import check_bindings
@@ -21,7 +21,7 @@ from mdfuse.hir.verify.check import verify_once
 from mdfuse.interpreter.garbage import no_collection
 from mdfuse.runtime.agreement.concurrent_runs import BECAUSE, HINT, crowd
 from mdfuse.runtime.agreement.rendezvous import raise_alike
-from mdfuse.runtime.watch.report import ranks_text
+from mdfuse.runtime.watch.hang_report import ranks_text
 from mdfuse.seeing.named_tables import told_apart
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def agree(
     """
     digest = None if what is None else hashlib.sha256(what.encode()).hexdigest()
     kind = _OUT_OF_RANGE if isinstance(problem, IndexRangeError) else _REFUSED
-    reports = communicator.all_ok(digest if problem is None else f"{kind}{told(problem)}")
+    reports = communicator.all_ok(digest if problem is None else f"{kind}{message_of(problem)}")
     problems = [r if r and r.startswith((_REFUSED, _OUT_OF_RANGE)) else None for r in reports]
     raise_alike(problem, problems, partial(_elsewhere, name))
     if any(report != reports[0] for report in reports):
@@ -199,11 +199,11 @@ def _other_programs(reports: Sequence[str | None], said: Sequence[_Said]) -> Pro
     )
 
 
-def _difference(there: int, usual: str, here: int, other: str) -> list[str]:
+def _difference(there: int, usual: str, rank: int, other: str) -> list[str]:
     """Return the first line in which two texts differ, as either side has it."""
     pairs = zip_longest(usual.split("\n"), other.split("\n"), fillvalue="(nothing)")
     number, (a, b) = next((n, pair) for n, pair in enumerate(pairs, 1) if pair[0] != pair[1])
     return [
         f"rank {there}, line {number}: {a.strip()}",
-        f"rank {here}, line {number}: {b.strip()}",
+        f"rank {rank}, line {number}: {b.strip()}",
     ]

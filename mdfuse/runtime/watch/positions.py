@@ -8,7 +8,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-from mdfuse.runtime.watch.running import ActiveStep
+from mdfuse.runtime.watch.plan_position import ActiveStep
 from mdfuse.runtime.watch.tallies import Key, Tallies, key_of
 
 

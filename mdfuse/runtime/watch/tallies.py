@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 
 from mdfuse.layouts.kinds import KINDS
-from mdfuse.runtime.watch.running import RunCount
+from mdfuse.runtime.watch.plan_position import RunCount
 
 #: A family of posts, and the team that numbers them together.
 Key = tuple[str, tuple[int, ...]]

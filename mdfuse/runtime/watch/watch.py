@@ -3,9 +3,9 @@
 Each post outside torch.distributed is noted in a ring buffer before it is made, and marked behind
 it, so that the watchdog finds the oldest post that is not done without asking the device: see
 `Track`. For all others it reads the host's position in its plans: see
-`mdfuse.runtime.watch.running`. The watchdog sleeps and looks in turn. If a post or wait is overdue,
-it reports the instruction and the positions of the other ranks, and ends the process: buffers that
-such a communication writes to hold garbage.
+`mdfuse.runtime.watch.plan_position`. The watchdog sleeps and looks in turn. If a post or wait is
+overdue, it reports the instruction and the positions of the other ranks, and ends the process:
+buffers that such a communication writes to hold garbage.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from mdfuse.interpreter import threads
 from mdfuse.interpreter.stacks import seen
 from mdfuse.interpreter.threads import within
 from mdfuse.runtime.deadline import NEVER, Deadline
-from mdfuse.runtime.watch import running
+from mdfuse.runtime.watch import plan_position
+from mdfuse.runtime.watch.hang_report import NEVER_TOLD, Alarm, Table, blame, explained, report
 from mdfuse.runtime.watch.neighbours import Neighbours
+from mdfuse.runtime.watch.plan_position import RunCount
 from mdfuse.runtime.watch.position_store import Answers, Bulletin, patience_of
 from mdfuse.runtime.watch.positions import OwnPosition, Position, Progress, standing
-from mdfuse.runtime.watch.report import NEVER_TOLD, Alarm, Table, blame, explained, report
+from mdfuse.runtime.watch.post_ring import Post, Ring
 from mdfuse.runtime.watch.reports import Page, tell_torchrun
-from mdfuse.runtime.watch.ring import Post, Ring
-from mdfuse.runtime.watch.running import RunCount
 from mdfuse.runtime.watch.tallies import Tallies
 
 if TYPE_CHECKING:
@@ -263,7 +263,7 @@ class Watch:
         if self._bulletin is None and not self._place:
             return error
         self.ending = Deadline.after(_ERROR_S)
-        now = standing(self._tallies, running.raised(error) or running.running())
+        now = standing(self._tallies, plan_position.raised(error) or plan_position.running())
         alarm = Alarm.at(now, error.what, self._world)
         self._broke = replace(now, is_waiting=False) if now.doing else None
         with self._reporting(alarm, now) as table:
@@ -291,7 +291,7 @@ class Watch:
 
     def _standing(self) -> OwnPosition:
         """Return the position of this process in its plans, or that of its last run."""
-        now = standing(self._tallies, running.running() if self._tallies else None)
+        now = standing(self._tallies, plan_position.running() if self._tallies else None)
         if now.doing:
             self._broke = None
         return self._broke or now

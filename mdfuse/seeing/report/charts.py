@@ -7,7 +7,7 @@ from html import escape
 from itertools import pairwise
 
 from mdfuse.seeing.events import Event, lane_place, lanes
-from mdfuse.seeing.memory import Life, Memory
+from mdfuse.seeing.memory_use import Life, Memory
 from mdfuse.seeing.report.numbers import size_text, time_text
 
 #: Pixels: width of the drawing, of the names on its left, and height of a lane.

@@ -18,11 +18,11 @@ from mdfuse.ir.graph import Fusion
 from mdfuse.layouts.layout import Layout
 from mdfuse.layouts.picture import Picture
 from mdfuse.pipelines.schedules import Schedule
-from mdfuse.reshard.bound import bound
-from mdfuse.seeing.actions import by_action
+from mdfuse.reshard.lower_bounds import bound
+from mdfuse.seeing.action_times import by_action
 from mdfuse.seeing.costs import Costs
 from mdfuse.seeing.events import Event
-from mdfuse.seeing.memory import Memory, memory_of
+from mdfuse.seeing.memory_use import Memory, memory_of
 from mdfuse.seeing.rank_classes import Classes, rank_classes
 from mdfuse.seeing.rank_groups import rank_groups
 from mdfuse.seeing.report import listing

@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 import mdfuse as mf
-from mdfuse.cli.calibration import command, held_out, measuring, sampling
+from mdfuse.cli.calibration import command, held_out, measuring, timed_samples
 from mdfuse.cli.calibration.command import calibrated
 from mdfuse.cli.calibration.microbenchmarks import TURNS, Microbenchmark
 from mdfuse.cli.calibration.scales import CPU, Scale
@@ -153,19 +153,19 @@ def test_as_many_samples_as_it_takes(
     samples: list[float], others: str | None, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     comm, taken = mf.init(), iter([2 * x for x in samples])
-    monkeypatch.setattr(sampling, "timed", lambda calls, comm, clock: next(taken))
+    monkeypatch.setattr(timed_samples, "timed", lambda calls, comm, clock: next(taken))
     monkeypatch.setattr(comm, "all_ok", lambda text: (text, others))
-    assert sampling.seconds_of(comm, lambda: None, runs=2) == min(samples)
+    assert timed_samples.seconds_of(comm, lambda: None, runs=2) == min(samples)
     assert len(samples) == count and next(taken, None) is None
 
 
 @pytest.mark.usefixtures("unjoined")
 @pytest.mark.parametrize(("threads", "own"), [(1, time.thread_time), (2, time.perf_counter)])
 def test_local_work_of_one_thread_has_its_processor_time(
-    threads: int, own: sampling.Clock, monkeypatch: pytest.MonkeyPatch
+    threads: int, own: timed_samples.Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is sent has the time on the wall, since it waits for others."""
-    clocks = list[sampling.Clock]()
+    clocks = list[timed_samples.Clock]()
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(measuring.Measurements, "_run_of", lambda *args: None)
     monkeypatch.setattr(

@@ -19,7 +19,7 @@ from mdfuse import DeviceMesh, Shard
 from mdfuse.hir.passes import hoist_posts
 from mdfuse.hir.rank.pipelines import project
 from mdfuse.hir.verify.check import verify
-from mdfuse.seeing.memory import memory_of
+from mdfuse.seeing.memory_use import memory_of
 
 MESH = DeviceMesh.arange(dp=4)
 ROWS = {"dp": Shard(0)}

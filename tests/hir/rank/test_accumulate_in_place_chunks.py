@@ -17,9 +17,9 @@ from torch import Tensor
 import mdfuse as mf
 from mdfuse import DeviceMesh, Options, Shard, hir, simulate
 from mdfuse.hir.rank.pipelines import as_run, project
-from mdfuse.plan import products
+from mdfuse.plan import product_steps
 from mdfuse.seeing.amounts import nbytes, operations
-from mdfuse.seeing.memory import memory_of
+from mdfuse.seeing.memory_use import memory_of
 
 POISON = Options(poison=True)
 COMPILES = ["never", "always"]
@@ -201,9 +201,9 @@ def test_nothing_is_rounded_where_torch_adds_16_bits_to_f32(
         assert out is into
         out.addmm_(a.to(dtype), b.to(dtype))
 
-    monkeypatch.setattr(products, "adds_wide", lambda device, dtype: True)
-    monkeypatch.setattr(products, "_MM", SimpleNamespace(dtype_out=write))
-    monkeypatch.setattr(products, "_ADDMM", SimpleNamespace(dtype_out=add))
+    monkeypatch.setattr(product_steps, "adds_wide", lambda device, dtype: True)
+    monkeypatch.setattr(product_steps, "_MM", SimpleNamespace(dtype_out=write))
+    monkeypatch.setattr(product_steps, "_ADDMM", SimpleNamespace(dtype_out=add))
     program, given, want = narrow_program()
     (got,) = simulate(program, given, options=POISON).outputs
     torch.testing.assert_close(got, want.bfloat16(), rtol=2**-7, atol=1e-5)
@@ -213,7 +213,7 @@ def test_nothing_is_rounded_where_torch_adds_16_bits_to_f32(
 
 
 def test_torch_does_not_on_cpu() -> None:
-    assert not products.adds_wide("cpu", torch.bfloat16)
+    assert not product_steps.adds_wide("cpu", torch.bfloat16)
 
 
 def test_what_a_product_that_adds_takes() -> None:

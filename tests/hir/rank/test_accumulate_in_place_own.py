@@ -14,7 +14,7 @@ import mdfuse as mf
 from mdfuse import DeviceMesh, Shard, Stream, hir, simulate
 from mdfuse.hir.rank.pipelines import as_run
 from mdfuse.hir.verify.flow import Flow
-from mdfuse.hir.verify.types import check_types
+from mdfuse.hir.verify.result_types import check_types
 
 #: dtype -> what a sum of so few numbers may be off, relative to the largest.
 OFF = {torch.float32: 1e-6, torch.bfloat16: 2**-8}

@@ -17,7 +17,7 @@ import mdfuse as mf
 from mdfuse import DeviceMesh, Layout, Shard
 from mdfuse.errors import Source
 from mdfuse.hir.program import HostProgram
-from mdfuse.hir.verify import views
+from mdfuse.hir.verify import view_regions
 from mdfuse.hir.verify.check import verify
 
 
@@ -1241,7 +1241,7 @@ def test_cost_does_not_grow_with_the_ranks(monkeypatch: pytest.MonkeyPatch) -> N
             return original(*args)
 
         monkeypatch.setattr(Layout, "box_at", counted)
-        views.whole.cache_clear()
+        view_regions.whole.cache_clear()
         verify(host)
         monkeypatch.undo()
         asked[n] = count[0]

@@ -16,7 +16,7 @@ from helpers.shown_reports import not_said, shown
 
 from mdfuse import BackendError
 from mdfuse.runtime.agreement.abort_protocol import Refusals
-from mdfuse.runtime.watch.running import RunCount
+from mdfuse.runtime.watch.plan_position import RunCount
 from mdfuse.torch_private import HashStore
 
 ROOT = Path(__file__).resolve().parents[3]

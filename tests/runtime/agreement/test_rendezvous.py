@@ -12,7 +12,7 @@ from mdfuse.bootstrap import Launch
 from mdfuse.errors import BackendError
 from mdfuse.runtime.agreement.rendezvous import Meetings, raise_alike
 from mdfuse.runtime.deadline import Deadline
-from mdfuse.runtime.joining import disagreement
+from mdfuse.runtime.first_meeting import disagreement
 
 SIZE = 4
 

@@ -7,7 +7,7 @@ import weakref
 from collections import Counter
 
 from mdfuse.backends.post_notes import PostInfo
-from mdfuse.runtime.watch.running import RunCount
+from mdfuse.runtime.watch.plan_position import RunCount
 from mdfuse.runtime.watch.tallies import Tallies
 from mdfuse.runtime.watch.watch import Watch
 

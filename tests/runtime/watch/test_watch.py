@@ -23,8 +23,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from mdfuse.backends.post_notes import PostInfo
 from mdfuse.runtime.watch import position_store as bulletin_module
 from mdfuse.runtime.watch import watch as watch_module
+from mdfuse.runtime.watch.hang_report import bytes_text
 from mdfuse.runtime.watch.positions import Position, Progress
-from mdfuse.runtime.watch.report import bytes_text
 from mdfuse.runtime.watch.watch import EXIT_STATUS, Ring, Watch
 from mdfuse.torch_private import HashStore, PrefixStore, TCPStore
 

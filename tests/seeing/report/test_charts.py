@@ -10,7 +10,7 @@ import pytest
 from mdfuse import hir
 from mdfuse.hir.rank.pipelines import project
 from mdfuse.seeing import Event
-from mdfuse.seeing.memory import memory_of
+from mdfuse.seeing.memory_use import memory_of
 from mdfuse.seeing.report.charts import lanes_chart, memory_chart
 
 

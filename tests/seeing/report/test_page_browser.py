@@ -12,7 +12,7 @@ import mdfuse as mf
 from mdfuse import DeviceMesh, Shard
 from mdfuse.seeing import UNIT
 from mdfuse.seeing.report.page import Subject, html, values_of
-from seeing.test_actions import step
+from seeing.test_action_times import step
 
 pytestmark = pytest.mark.browser
 

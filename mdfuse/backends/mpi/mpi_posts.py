@@ -1,0 +1,301 @@
+"""The calls by which each kind of communication is posted to MPI.
+
+The builder of a kind returns, for one dtype, a function that only posts. Buffers are dense, so that
+MPI needs only an address and a number of bytes, in any kind of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mdfuse.backends.base import Work, flat, root_index
+from mdfuse.backends.mpi.mpi_types import carrying_type, is_reducible, reduce_op, reducing_type
+from mdfuse.backends.mpi.pending_requests import Requests, State, Waiting
+from mdfuse.backends.ordered import in_order, is_ordered
+from mdfuse.backends.transfers import Post, Transfer, transferred
+from mdfuse.backends.work import DONE, Posted
+from mdfuse.errors import CommunicationError
+from mdfuse.layouts.call import Call
+from mdfuse.layouts.kinds import REDUCING, by_kind, source_blocks
+from mdfuse.layouts.reduction import check_reduction, working_dtype
+
+#: Both ends match the i-th send to the i-th receive, so that one tag serves all.
+_TAG = 0
+
+#: A count is an int of C. MPI 4 has wider ones, which Open MPI 5.0 lacks.
+MOST_ELEMENTS = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MpiTeam:
+    """The ranks of a team and their MPI communicators, one for each kind.
+
+    In one communicator, posts of different kinds by mistake would match: MPI delivers a shorter
+    message in place of a longer one without an error, and Open MPI, given a longer one in place of
+    a shorter one, writes to memory that it has freed.
+
+    Attributes:
+        mpi: mpi4py's module.
+        ranks: the members; a member's rank in the communicators is its index here.
+        comms: one communicator for each kind.
+        waiting: the deadline of waits.
+        state: whether a post of the team has failed.
+    """
+
+    mpi: Any
+    ranks: tuple[int, ...]
+    comms: Mapping[str, Any]
+    waiting: Waiting
+    state: State = field(default_factory=State)
+
+    def posted(self, call: Call, requests: Sequence[Any], buffers: object) -> Posted:
+        """Return the work of a call's requests, which use some buffers."""
+        return Posted(call, (self.work(requests, buffers),), None)
+
+    def work(self, requests: Sequence[Any], buffers: object) -> Requests:
+        """Return requests that use some buffers as one object to wait for."""
+        return Requests(requests, buffers, self.waiting, self.state)
+
+    def comm(self, call: Call) -> Any:
+        """Return the communicator for the kind of a call."""
+        return self.comms[call.kind]
+
+    def memory(self, tensor: Tensor) -> Any:
+        """Return a dense tensor's memory as a buffer of mpi4py."""
+        return self.mpi.buffer.fromaddress(
+            tensor.data_ptr(), tensor.numel() * tensor.element_size()
+        )
+
+
+def build_post(team: MpiTeam, call: Call, dtype: torch.dtype) -> Post:
+    """Return a function that posts a call on buffers of one dtype.
+
+    Raises:
+        CommunicationError: a reduce op that the dtype does not have, or a root outside the team.
+    """
+    if call.kind not in REDUCING:
+        return _CALLS[call.kind](team, call, dtype)
+    check_reduction(call.reduce_op, dtype)
+    if is_ordered(call, dtype):
+        return in_order(partial(build_post, team, call), call, dtype)
+    if not is_reducible(dtype):
+        wide = working_dtype(dtype)
+        return _widened(_CALLS[call.kind](team, call, wide), call, wide)
+    post = _CALLS[call.kind](team, call, dtype)
+    return _divided(post, call) if call.reduce_op == "avg" else post
+
+
+def check_sizes(call: Call, buffers: Sequence[Tensor]) -> None:
+    """Refuse buffers with more elements than an int of C counts; MPI's own error is unclear.
+
+    Raises:
+        CommunicationError: a buffer has more elements.
+    """
+    most = max((x.numel() for x in buffers), default=0)
+    if most > MOST_ELEMENTS:
+        raise CommunicationError(
+            f"{call.kind} on team {call.team}: a buffer of {most} elements",
+            because=f"MPI counts up to {MOST_ELEMENTS}",
+            hint='split the tensor over more ranks, or use backend="gloo" or "nccl"',
+        )
+
+
+# -- collectives ---------------------------------------------------------------------------------
+
+
+def _unless_empty(
+    team: MpiTeam, call: Call, begin: Callable[[Sequence[Tensor], Sequence[Tensor]], Any]
+) -> Post:
+    """Return a post that makes one request; without elements, which no rank has then, none."""
+
+    def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
+        if not (srcs or dsts)[0].numel():
+            return DONE
+        return team.posted(call, (begin(srcs, dsts),), (*srcs, *dsts))
+
+    return post
+
+
+def _allgather(team: MpiTeam, call: Call, dtype: torch.dtype) -> Post:
+    kind, start, memory = carrying_type(team.mpi, dtype), team.comm(call).Iallgather, team.memory
+    return _unless_empty(team, call, lambda s, d: start([memory(s[0]), kind], [memory(d[0]), kind]))
+
+
+def _reduce_scatter(team: MpiTeam, call: Call, dtype: torch.dtype) -> Post:
+    kind, op = reducing_type(team.mpi, dtype), reduce_op(team.mpi, call.reduce_op, dtype)
+    start, memory = team.comm(call).Ireduce_scatter_block, team.memory
+    return _unless_empty(
+        team, call, lambda s, d: start([memory(s[0]), kind], [memory(d[0]), kind], op)
+    )
+
+
+def _allreduce(team: MpiTeam, call: Call, dtype: torch.dtype) -> Post:
+    kind, op = reducing_type(team.mpi, dtype), reduce_op(team.mpi, call.reduce_op, dtype)
+    start, memory, in_place = team.comm(call).Iallreduce, team.memory, team.mpi.IN_PLACE
+
+    def begin(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Any:
+        src, dst = srcs[0], dsts[0]
+        given = in_place if src.data_ptr() == dst.data_ptr() else [memory(src), kind]
+        return start(given, [memory(dst), kind], op)
+
+    return _unless_empty(team, call, begin)
+
+
+def _broadcast(team: MpiTeam, call: Call, dtype: torch.dtype) -> Post:
+    kind, root = carrying_type(team.mpi, dtype), root_index(call)
+    start, memory = team.comm(call).Ibcast, team.memory
+    return _unless_empty(team, call, lambda s, d: start([memory((s or d)[0]), kind], root))
+
+
+def _reduce(team: MpiTeam, call: Call, dtype: torch.dtype) -> Post:
+    kind, op = reducing_type(team.mpi, dtype), reduce_op(team.mpi, call.reduce_op, dtype)
+    root, start, memory = root_index(call), team.comm(call).Ireduce, team.memory
+
+    def begin(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Any:
+        into = [memory(dsts[0]), kind] if dsts else None
+        return start([memory(srcs[0]), kind], into, op, root)
+
+    return _unless_empty(team, call, begin)
+
+
+def _alltoall(team: MpiTeam, call: Call, dtype: torch.dtype) -> Post:
+    """Post even where this rank has no elements at all: others may have some."""
+    kind, start, memory = carrying_type(team.mpi, dtype), team.comm(call).Ialltoallv, team.memory
+    sends = call.send_counts, _starts(call.send_counts)
+    recvs = call.recv_counts, _starts(call.recv_counts)
+
+    def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
+        src, dst = srcs[0], dsts[0]
+        request = start([memory(src), sends, kind], [memory(dst), recvs, kind])
+        return team.posted(call, (request,), (src, dst))
+
+    return post
+
+
+def _gather(team: MpiTeam, call: Call, dtype: torch.dtype) -> Post:
+    """Post on every member, also on those that give nothing; blocks arrive in order of `parts`."""
+    kind, start, memory = carrying_type(team.mpi, dtype), team.comm(call).Igatherv, team.memory
+    root, is_root = root_index(call), call.rank == call.root
+    places = [call.parts.index(r) if r in call.parts else None for r in call.team]
+
+    def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
+        given = [memory(srcs[0]), kind] if srcs else [None, 0, kind]
+        into = None
+        if is_root:
+            size = dsts[0].numel() // max(1, len(call.parts))
+            into = [memory(dsts[0]), _blocks(places, size), kind]
+        return team.posted(call, (start(given, into, root),), (srcs, dsts))
+
+    return post
+
+
+def _scatter(team: MpiTeam, call: Call, dtype: torch.dtype) -> Post:
+    """Post on every member, also on those that get nothing.
+
+    MPI reads no block twice, so that the root copies blocks that go to several members.
+    """
+    kind, start, memory = carrying_type(team.mpi, dtype), team.comm(call).Iscatterv, team.memory
+    root, is_root = root_index(call), call.rank == call.root
+    count = source_blocks(call)
+    is_distinct = len(set(call.blocks)) == len(call.blocks)
+    order = dict(zip(call.parts, call.blocks if is_distinct else range(count), strict=False))
+    places = [order.get(r) for r in call.team]
+
+    def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
+        given, source = None, None
+        if is_root:
+            source = srcs[0]
+            size = source.numel() // max(1, count)
+            if not is_distinct:
+                source = flat(source).view(count, -1)[list(call.blocks)]
+            given = [memory(source), _blocks(places, size), kind]
+        into = [memory(dsts[0]), kind] if dsts else [None, 0, kind]
+        return team.posted(call, (start(given, into, root),), (source, dsts))
+
+    return post
+
+
+def _transferred(team: MpiTeam, call: Call, dtype: torch.dtype) -> Post:
+    """Post transfers between pairs, each in its own dtype."""
+    send, receive = team.comm(call).Isend, team.comm(call).Irecv
+
+    def message(tensor: Tensor) -> list[Any]:
+        return [team.memory(tensor), carrying_type(team.mpi, tensor.dtype)]
+
+    def transfer(recvs: list[Transfer], sends: list[Transfer]) -> Sequence[Requests]:
+        requests = [receive(message(x), peer, _TAG) for peer, x in recvs]
+        requests += [send(message(x), peer, _TAG) for peer, x in sends]
+        return [team.work(requests, (recvs, sends))]
+
+    return transferred(call, transfer)
+
+
+def _starts(counts: Sequence[int]) -> list[int]:
+    """Return the offset of each of some adjacent blocks, in elements."""
+    return [sum(counts[:i]) for i in range(len(counts))]
+
+
+def _blocks(places: Sequence[int | None], size: int) -> tuple[list[int], list[int]]:
+    """Return each member's number of elements at the root, and their offsets there.
+
+    Args:
+        places: each member's block at the root; None: it has none.
+        size: elements of a block.
+    """
+    return [0 if p is None else size for p in places], [(p or 0) * size for p in places]
+
+
+# -- reductions that MPI lacks ---------------------------------------------------------------------
+
+
+def _widened(post: Post, call: Call, wide: torch.dtype) -> Post:
+    """Reduce narrow numbers in a wider dtype and round once, at the end."""
+    divided = _divided(post, call) if call.reduce_op == "avg" else post
+
+    def post_wide(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
+        into = [torch.empty(x.numel(), dtype=wide, device=x.device) for x in dsts]
+        work = divided([flat(x).to(wide) for x in srcs], into)
+
+        def narrow() -> None:
+            for dst, wide_dst in zip(dsts, into, strict=True):
+                flat(dst).copy_(wide_dst)
+
+        return Posted(call, (work,), None, narrow)
+
+    return post_wide
+
+
+def _divided(post: Post, call: Call) -> Post:
+    """Average: divide the sum that `post` computes by the number of members."""
+
+    def post_sum(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
+        def divide() -> None:
+            for dst in dsts:
+                dst.div_(len(call.team))
+
+        return Posted(call, (post(srcs, dsts),), None, divide)
+
+    return post_sum
+
+
+_Builder = Callable[[MpiTeam, Call, torch.dtype], Post]
+
+_CALLS: dict[str, _Builder] = by_kind(
+    {
+        "Allgather": _allgather,
+        "ReduceScatter": _reduce_scatter,
+        "Allreduce": _allreduce,
+        "AllToAll": _alltoall,
+        "Broadcast": _broadcast,
+        "Reduce": _reduce,
+        "Gather": _gather,
+        "Scatter": _scatter,
+    },
+    default=_transferred,
+)

@@ -1,0 +1,161 @@
+"""Compute a result as its readers need it, where that takes fewer bytes of its operands.
+
+Whole, instead of split, if it is elementwise, and operands that are repeated are smaller:
+
+    %w: f32[64,8,1] (tp=S0)
+    %dy: f32[64,8,16] (tp=S0) = expand(%d)          # one row for eight
+    %z: f32[64,8,16] (tp=S0) = mul(%dy, %w)         # all readers need it whole
+->
+    %z: f32[64,8,16] (tp=R) = mul(%dy, %w)          # of both operands, gathered
+
+An operand that others read whole as well is gathered for them anyway.
+
+As terms, instead of whole, if it is added to a Partial:
+
+    %q: f32[8,16] (tp=P(sum)) = matmul(%dq, %a)
+    %k: f32[8,16] (tp=R) = matmul(%dk, %b)          # %b is (tp=S0), and would be gathered
+    %x: f32[8,16] (tp=R) = add(%q, %k)
+->
+    %k: f32[8,16] (tp=P(sum)) = matmul(%dk, %b)
+    %x: f32[8,16] (tp=P(sum)) = add(%q, %k)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from mdfuse.extents.extent import is_symbolic
+from mdfuse.ir.dims import pointwise
+from mdfuse.ir.graph import Expr, Fusion
+from mdfuse.ir.ops import TABLE
+from mdfuse.layouts.layout import Layout, Partial, Replicate, Shard, commute
+from mdfuse.passes.prices import move_cost
+from mdfuse.passes.propagate_layouts import anew
+from mdfuse.passes.strategy import choose, choose_here, moved, read_layouts
+
+name = "gather_factors"
+
+
+def run(fusion: Fusion) -> Fusion:
+    """Return the fusion in which such results are computed whole."""
+    done: set[str] = set()
+    while whole := {x: to for e in fusion.exprs for x, to in _whole(fusion, e) if x not in done}:
+        done |= whole.keys()
+        fusion = anew(fusion.with_layouts(whole), whole.keys())
+    return fusion
+
+
+def with_terms(fusion: Fusion) -> Fusion:
+    """Return the fusion in which results that are added to a Partial are terms."""
+    while terms := {x: to for e in fusion.exprs for x, to in _terms(fusion, e)}:
+        fusion = anew(fusion.with_layouts(terms), terms.keys())
+    return fusion
+
+
+def _is_free(fusion: Fusion, value: str) -> bool:
+    """Return whether the layout of a value may change: users neither see nor state it."""
+    of = fusion.values[value]
+    return not of.is_law and of.stream is None and value not in fusion.outputs
+
+
+# -- whole -----------------------------------------------------------------------------------------
+
+
+def _whole(fusion: Fusion, expr: Expr) -> Iterator[tuple[str, Layout]]:
+    """Yield the result of an elementwise op, and its layout, where its operands are gathered."""
+    if TABLE[expr.op].rule is not pointwise or len(expr.reads) < 2:
+        return
+    out, operands = fusion.values[expr.outputs[0]], [fusion.values[x] for x in expr.reads]
+    if out.layout is None or not _is_free(fusion, out.name):
+        return
+    if not all(x.layout is not None and x.layout.mesh == out.layout.mesh for x in operands):
+        return
+    if not any(isinstance(p, Shard) for p in out.layout.placements):
+        return
+    if any(is_symbolic(x.shape) for x in (out, *operands)):
+        return  # each comparison would be a guard
+    if all(x.bytes >= out.bytes for x in operands):
+        return
+    for axis in out.layout.mesh.axes:
+        if not isinstance(out.layout.placement(axis), Shard):
+            continue
+        is_asked = _all_need_whole(fusion, out.name, axis)
+        if is_asked and _gathered(fusion, out.name, axis) > _price(fusion, expr, axis):
+            yield out.name, out.layout.with_placement(axis, Replicate())
+            return
+
+
+def _all_need_whole(fusion: Fusion, value: str, axis: str) -> bool:
+    readers = fusion.consumers[value]
+    return bool(readers) and all(_reads_whole(fusion, r, value, axis) for r in readers)
+
+
+def _reads_whole(fusion: Fusion, reader: Expr, value: str, axis: str) -> bool:
+    wanted = read_layouts(reader, fusion)[value]
+    is_here = wanted.mesh == fusion.layout(value).mesh
+    return is_here and wanted.placement(axis) == Replicate()
+
+
+def _price(fusion: Fusion, expr: Expr, axis: str) -> int:
+    """Return what arrives where the operands that nobody else gathers are gathered."""
+    others = {x: [r for r in fusion.consumers[x] if r is not expr] for x in expr.reads}
+    return sum(
+        _gathered(fusion, x, axis)
+        for x, readers in others.items()
+        if not any(_reads_whole(fusion, r, x, axis) for r in readers)
+    )
+
+
+def _gathered(fusion: Fusion, value: str, axis: str) -> int:
+    layout = fusion.layout(value)
+    return move_cost(fusion.values[value], layout, layout.with_placement(axis, Replicate()))
+
+
+# -- as terms --------------------------------------------------------------------------------------
+
+
+def _terms(fusion: Fusion, expr: Expr) -> Iterator[tuple[str, Layout]]:
+    """Yield what a sum adds to a Partial, and its layout as terms, where that takes no more bytes.
+
+    Each is read by the sum alone, which is then Partial itself.
+    """
+    if TABLE[expr.op].partial != "sum" or len(expr.reads) != len(expr.inputs):
+        return
+    if not all(fusion.values[x].is_tensor and _is_alone(fusion, x) for x in expr.reads):
+        return
+    if len({fusion.layout(x).mesh for x in expr.reads}) != 1:
+        return
+    for axis in fusion.layout(expr.reads[0]).mesh.axes:
+        others = [x for x in expr.reads if fusion.layout(x).placement(axis) != Partial()]
+        if not 0 < len(others) < len(expr.reads):
+            continue
+        if not all(commute(("sum", *fusion.layout(x).reduce_ops.values())) for x in others):
+            continue
+        goals = {x: fusion.layout(x).with_placement(axis, Partial()) for x in others}
+        if all(_may_be_term(fusion, x, axis, goal) for x, goal in goals.items()):
+            yield from goals.items()
+            return  # another axis looks at the layouts that these become
+
+
+def _is_alone(fusion: Fusion, value: str) -> bool:
+    return len(fusion.consumers[value]) == 1 and value not in fusion.outputs
+
+
+def _may_be_term(fusion: Fusion, value: str, axis: str, goal: Layout) -> bool:
+    """Return whether ranks may hold terms of an inferred value for no more bytes than the whole."""
+    out, producer = fusion.values[value], fusion.producers.get(value)
+    layout = fusion.layout(value)
+    if producer is None or producer.op == "set" or len(producer.outputs) > 1:
+        return False
+    if TABLE[producer.op].partial == "quotient":  # terms by 0 are infinite, of any sign
+        return False
+    if not _is_free(fusion, value) or layout.placement(axis) != Replicate():
+        return False
+    as_term = choose(producer, {**fusion.values, value: replace(out, layout=None)}, goal)
+    as_whole = choose_here(producer, fusion.values)
+    if as_term is None or as_whole is None or as_term.result != goal:
+        return False
+    return moved(as_term, producer, fusion.values, goal) <= moved(
+        as_whole, producer, fusion.values, layout
+    )

@@ -1,0 +1,290 @@
+"""Prepare rows that a run counts: the fetch of the counts, exact buffers, posts by the counts.
+
+A fetched value is a table of sums on the host: of all parts and experts in front of each place.
+So the rows of a box of parts and experts follow from four numbers of it.
+Buffers of counted rows are as long as their rows: their bound counts for estimates alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mdfuse.backends.counted_posts import counted
+from mdfuse.errors import CommunicationError, CountsError, ProgramError
+from mdfuse.hir.counted_rows import Cell, cell_of, moves, parts_of, row_size
+from mdfuse.hir.program import Instruction
+from mdfuse.ir.extremes import poison
+from mdfuse.ir.ops import itself
+from mdfuse.plan.allocation import allocate, empty
+from mdfuse.plan.context import Context, PlanStep, base_name, label
+from mdfuse.plan.lines import Line
+from mdfuse.plan.pending import Pending
+
+#: A fetched value: the sums of all parts and experts in front of each place, row by row.
+Fetched = list[int]
+#: The rows of some cells, by a fetched value.
+_Rows = Callable[[Fetched], list[int]]
+
+
+def rows_of(cells: Sequence[Cell], experts: int) -> _Rows:
+    """Return the function that looks the rows of cells up in a fetched value.
+
+    Numbers of Python take 3 us for four ranks, calls of torch on small tensors 50 (2 busy cores).
+    """
+    n = experts + 1
+    at = [(p * n + e, p * n + f, q * n + e, q * n + f) for (p, q), (e, f) in cells]
+
+    def look_up(sums: Fetched) -> list[int]:
+        return [sums[d] - sums[b] - sums[c] + sums[a] for a, b, c, d in at]
+
+    return look_up
+
+
+def sums_of(table: Sequence[Sequence[int]], experts: int) -> Fetched:
+    """Return the fetched value of counts.
+
+    >>> sums_of([[1, 2], [3, 4]], 2)
+    [0, 0, 0, 0, 1, 3, 0, 4, 10]
+    """
+    above = [0] * (experts + 1)
+    sums = [*above]
+    for row in table:
+        above = [x + y for x, y in zip(above, accumulate(row, initial=0), strict=True)]
+        sums += above
+    return sums
+
+
+def fetch(i: Instruction, context: Context) -> list[Line]:
+    """Bring counts to the host; ranks that all know them refuse wrong ones together."""
+    (output,), (counts,) = i.outputs, i.reads
+    read = _reader(counts, i.kwargs["most"], i, context)
+    experts = context.type(output).shape[1]
+
+    def fetched(table: Tensor) -> Fetched:
+        return sums_of(read(table), experts)
+
+    return [Line(run=fetched, args=(context.ref(counts),), into=context.slot(output))]
+
+
+def _reader(
+    counts: str, most: int, i: Instruction, context: Context
+) -> Callable[[Tensor], list[list[int]]]:
+    """Return the function that reads counts on the host, and refuses too many rows of a part."""
+    what, where = f"@{context.program.name}: %{base_name(counts)}", context.where(i)
+    is_all = _is_everywhere(counts, context)
+    kind, because = (CountsError, _ALL_KNOW) if is_all else (ProgramError, _STAGE_KNOWS)
+    each = i.kwargs.get("each")
+    hint = _BOUND if each is None else _CAPACITY
+
+    def read(counted: Tensor) -> list[list[int]]:
+        table: list[list[int]] = counted.tolist()
+        problem = _problem(table, most, each)
+        if problem is not None:
+            raise kind(f"{what} counts {problem}", where=where, because=because, hint=hint)
+        return table
+
+    return read
+
+
+def _problem(table: list[list[int]], most: int, each: int | None) -> str | None:
+    """Return what is wrong with counts of parts and experts; None: nothing."""
+    cells = [(n, p, e) for p, row in enumerate(table) for e, n in enumerate(row)]
+    least, n = (of(cells, key=itemgetter(0), default=(0, 0, 0)) for of in (min, max))
+    if least[0] < 0:
+        return f"{least[0]} rows"
+    if each is not None and n[0] > each:
+        return f"{n[0]} rows of part {n[1]} for expert {n[2]}, of which there may be {each}"
+    rows = [*map(sum, table)]
+    total = max(rows, default=0)
+    if total <= most:
+        return None
+    return f"{total} rows of part {rows.index(total)}, of which there may be {most}"
+
+
+def _is_everywhere(name: str, context: Context) -> bool:
+    """Tell whether all ranks of the program fetch a value, so that they refuse it together."""
+    layout = context.type(name).layout
+    return layout is not None and all(r in layout.mesh for m in context.program.meshes for r in m)
+
+
+_ALL_KNOW = "all ranks know all counts, so that all of them refuse the run before they post rows"
+_STAGE_KNOWS = "the ranks of this stage know all of its counts, and end the run on all ranks"
+_CAPACITY = "state a higher capacity=, or drop rows behind it: group_rows(..., drop=True)"
+_BOUND = "let the bound be what a part may have at most, or drop rows before they are counted"
+
+
+def _is_exact(i: Instruction, context: Context) -> bool:
+    """Tell whether buffers are as long as their rows: the host knows how many there are.
+
+    Where it does not, they are as long as there may be rows, and zeros stand behind those there.
+
+    Raises:
+        ProgramError: the counts lie in the memory of a GPU, from which no backend here reads them.
+    """
+    counts = i.reads[-1]
+    if counts in context.fetched:
+        return True
+    if context.device.type == "cpu":
+        return False
+    raise ProgramError(
+        f"@{context.program.name}: {i.op} by %{base_name(counts)}, which is in device memory",
+        where=context.where(i),
+        because="on GPUs the host must know how many rows go where before it posts them",
+        hint="name a fetched value: %c = fetch(%n, most=...)",
+    )
+
+
+def _numbers(i: Instruction, context: Context, most: int) -> Callable[[Any], Fetched]:
+    """Return the function that makes a fetched value of what an instruction counts by."""
+    counts = i.reads[-1]
+    if counts in context.fetched:
+        return itself
+    read, experts = _reader(counts, most, i, context), context.type(counts).shape[1]
+    return lambda table: sums_of(read(table), experts)
+
+
+def alloc(i: Instruction, context: Context) -> list[Line]:
+    """Make a buffer of as many rows as are counted, where there is none."""
+    (output,), (counts,) = i.outputs, i.reads
+    if not _is_exact(i, context):
+        return allocate(i, context)
+    if context.has_buffer(output):
+        return []
+    kind = context.type(output)
+    _, *inner = context.local(output)
+    rows = rows_of([cell_of(kind, context.rank)], kind.shape[1])
+    how: dict[str, Any] = {"dtype": kind.dtype, "device": context.device}
+
+    def make(fetched: Fetched) -> Tensor:
+        return torch.empty((*rows(fetched), *inner), **how)
+
+    fill = i.kwargs.get("fill", poison(kind.dtype) if context.poison else None)
+    into, args, nbytes = context.slot(output), (context.ref(counts),), _bound(i, context)
+    lines = [Line(run=make, args=args, into=into, makes=nbytes)]
+    if fill is not None:
+        lines.append(Line(run="fill_", args=(context.ref(output), fill)))
+    return lines
+
+
+def _bound(i: Instruction, context: Context) -> int:
+    """Return the bytes of the rows that there may be."""
+    (output,) = i.outputs
+    return math.prod(context.local(output)) * context.type(output).dtype.itemsize
+
+
+def pack(i: Instruction, context: Context) -> list[Line]:
+    """Take the rows that are there, of parts whose rows stand at their beginnings."""
+    (output,), (operand, counts) = i.outputs, i.reads
+    kind, source = context.type(output), context.ref(operand)
+    rows = rows_of(parts_of(kind, context.rank), kind.shape[1])
+    numbers, is_exact = _numbers(i, context, kind.shape[2]), _is_exact(i, context)
+
+    def take(x: Tensor, counted: Any) -> Tensor:
+        taken = [part[:n] for part, n in zip(x, rows(numbers(counted)), strict=True)]
+        if not taken:
+            return x.reshape(0, *x.shape[2:])
+        packed: Tensor = taken[0].contiguous() if len(taken) == 1 else torch.cat(taken)
+        return packed
+
+    def copy(out: Tensor, x: Tensor, counted: Any) -> None:
+        taken = take(x, counted)
+        out[: len(taken)] = taken
+        out[len(taken) :] = 0
+
+    args, target = (source, context.ref(counts)), context.ref(output)
+    if not is_exact or context.has_buffer(output):
+        lines = [] if is_exact else empty(output, None, context)
+        return [*lines, Line(run=copy, args=(target, *args))]
+    shares, nbytes = (source.slot,), _bound(i, context)
+    return [Line(run=take, args=args, into=target.slot, shares=shares, makes=nbytes)]
+
+
+def unpack(i: Instruction, context: Context) -> list[Line]:
+    """Put rows at the beginnings of their parts; zeros follow them."""
+    (output,), (operand, counts) = i.outputs, i.reads
+    kind, shape = context.type(operand), context.local(output)
+    rows = rows_of(parts_of(kind, context.rank), kind.shape[1])
+    numbers, is_exact = _numbers(i, context, kind.shape[2]), _is_exact(i, context)
+
+    def put(x: Tensor, counted: Any, out: Tensor | None = None) -> Tensor:
+        lengths = rows(numbers(counted))
+        if out is None and len(lengths) == 1 and lengths[0] == shape[1]:
+            return x.view(shape)
+        out = x.new_empty(shape) if out is None else out
+        x = x[: sum(lengths)]
+        for part, taken in zip(out, x.split(lengths) if lengths else (), strict=True):
+            part[: len(taken)] = taken
+            part[len(taken) :] = 0
+        return out
+
+    args = (context.ref(operand), context.ref(counts))
+    if not is_exact or context.has_buffer(output):
+        lines = [] if is_exact else empty(output, None, context)
+        return [*lines, Line(run=put, args=(*args, context.ref(output)))]
+    into, shares = context.slot(output), (args[0].slot,)
+    return [Line(run=put, args=args, into=into, shares=shares, makes=_bound(i, context))]
+
+
+def post(i: Instruction, context: Context) -> PlanStep:
+    """Prepare a post that moves as many rows as are counted."""
+    comm, rank = i.comm, context.rank
+    assert comm is not None
+    context.bind_name(i.outputs[0])
+    sent, received = moves(comm, rank)
+    rows, size, n = rows_of((*sent, *received), comm.shape[1]), row_size(comm), len(sent)
+    numbers, is_exact = _numbers(i, context, comm.shape[2]), _is_exact(i, context)
+    call = comm.part(rank).call
+    assert call is not None
+    call = replace(call, send_counts=(0,) * n, recv_counts=(0,) * n, is_counted=True)
+    poster = context.bind(call)
+
+    def post_rows(source: Tensor, destination: Tensor, given: Any) -> Pending:
+        there = rows(numbers(given))
+        if not is_exact:
+            left = destination[sum(there[n:]) :]
+            left.zero_()
+            source, destination = source[: sum(there[:n])], destination[: sum(there[n:])]
+        counts = [size * k for k in there]
+        now = replace(call, send_counts=tuple(counts[:n]), recv_counts=tuple(counts[n:]))
+        for x, side in ((source, now.send_counts), (destination, now.recv_counts)):
+            if x.numel() != sum(side) or not x.is_contiguous():
+                raise _other_rows(i, rank, x, sum(side) // max(size, 1))
+        return Pending((counted(poster, now)((source,), (destination,)),))
+
+    args = tuple(map(context.ref, i.reads))
+    handle, used = context.slot(i.outputs[0]), tuple(x.slot for x in args)
+    return PlanStep(
+        lines=(Line(run=post_rows, args=args, into=handle, shares=used[:2]),),
+        label=label(i),
+        op="post",
+        inputs=used,
+        outputs=(handle,),
+        posters=(poster,),
+        calls=(call,),
+    )
+
+
+def _other_rows(i: Instruction, rank: int, x: Tensor, rows: int) -> CommunicationError:
+    return CommunicationError(
+        f"rank {rank} posts {i.comm} of a buffer {list(x.shape)} with strides {list(x.stride())}, "
+        f"where {rows} rows are counted",
+        where=[i.source.quote()] if i.source else [],
+        because="rows that are moved lie one after the other, and are as many as are counted",
+        hint="make it from the rows that the counts are of",
+    )
+
+
+#: op -> the function that prepares its lines.
+PREPARED: dict[str, Callable[[Instruction, Context], list[Line]]] = {
+    "fetch": fetch,
+    "pack_rows": pack,
+    "unpack_rows": unpack,
+}

@@ -1,0 +1,461 @@
+"""Edge costs and an admissible heuristic (lower bound) for the layout search on one mesh.
+
+Nodes consist of numbers: a search visits thousands of nodes, and few become layouts. The heuristic
+never exceeds the remaining cost. Without a Partial, and for costs in elements, it is exact, since
+one Exchange brings each rank just its missing elements; with a Partial, each rank needs the sum of
+the others' terms for its whole part.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, cast
+
+from mdfuse.layouts.dim_rows import DimRows, dims_of
+from mdfuse.layouts.endpoints import Side
+from mdfuse.layouts.exchange import Exchange
+from mdfuse.layouts.hosts import Digits, digits, pairs_apart, rings
+from mdfuse.layouts.inter_host_volume import ByRank, first_and_all, hosts_of_terms, parts_on_host
+from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard
+from mdfuse.layouts.mixed_radix import Aligned, Splits
+from mdfuse.layouts.recv_volume import (
+    UNIT,
+    arriving,
+    dearer,
+    is_lacking,
+    is_special,
+    lacks,
+    most_and_mean,
+    weighed,
+)
+from mdfuse.reshard.clock import is_timed, nanoseconds, through_teams
+from mdfuse.reshard.nodes import Carriers, LayoutNode, Move, tables_of
+
+
+@dataclass
+class MoveCosts:
+    """Costs of the moves from one layout to another on one mesh, for a tensor of some extents."""
+
+    source: Layout
+    goal: Layout
+    shape: tuple[int, ...]
+    itemsize: int
+    carriers: Carriers = ()
+    #: whether the largest receive volume alone counts, not the average
+    is_worst_alone: bool = False
+    #: whether replicas share no reduction
+    is_plain: bool = False
+    layouts: dict[LayoutNode, Layout] = field(default_factory=dict)
+    #: axis, whether replicas may share work -> the dims that it may split next
+    known_dims: dict[tuple[int, bool], list[int]] = field(default_factory=dict)
+    #: node -> moves along axes, and their costs
+    known_moves: dict[LayoutNode, list[tuple[Move, int]]] = field(default_factory=dict)
+    #: node without a Partial -> remaining cost
+    left: dict[LayoutNode, int] = field(default_factory=dict)
+    #: node -> lower bound of the remaining cost
+    leasts: dict[LayoutNode, int] = field(default_factory=dict)
+    #: exchange -> inter-host volume
+    crossings: dict[tuple[LayoutNode, LayoutNode], int] = field(default_factory=dict)
+    #: Partial axes -> lower bound of the inter-host volume
+    crossed: dict[tuple[int, ...], int] = field(default_factory=dict)
+    #: node without terms -> endpoint of an exchange
+    sides: dict[LayoutNode, Side] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        (self.parts, self.counts, self.teams, self.lacks, self.spread) = tables_of(
+            self.source, self.shape
+        )
+
+    # -- nodes and layouts -----------------------------------------------------------------------
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        return self.source.mesh.shape
+
+    @cached_property
+    def ops(self) -> dict[int, str]:
+        """Axis whose Partial is to be reduced -> its reduce op."""
+        pairs = enumerate(zip(self.source.placements, self.goal.placements, strict=True))
+        return {i: p.op for i, (p, q) in pairs if isinstance(p, Partial) and p != q}
+
+    @cached_property
+    def goal_ops(self) -> dict[int, str]:
+        """Axis that is to become Partial -> its reduce op."""
+        pairs = enumerate(zip(self.source.placements, self.goal.placements, strict=True))
+        return {i: q.op for i, (p, q) in pairs if isinstance(q, Partial) and p != q}
+
+    @cached_property
+    def dims(self) -> list[int]:
+        """The dims whose splits may change; dims in blocks stay as they are."""
+        return [d for d in range(len(self.shape)) if d not in self.source.blocked]
+
+    @cached_property
+    def staying_terms(self) -> int:
+        """The number of terms of a Partial that stays."""
+        pairs = zip(self.sizes, self.source.placements, self.goal.placements, strict=True)
+        return math.prod(n for n, p, q in pairs if isinstance(p, Partial) and p == q)
+
+    def splits(self, layout: Layout) -> tuple[tuple[int, ...], ...]:
+        index = layout.mesh.axes.index
+        return tuple(tuple(map(index, layout.split_axes(d))) for d in range(len(self.shape)))
+
+    @cached_property
+    def start(self) -> LayoutNode:
+        return LayoutNode(self.splits(self.source), tuple(self.ops))
+
+    @cached_property
+    def end(self) -> LayoutNode:
+        return LayoutNode(self.splits(self.goal), (), tuple(self.goal_ops))
+
+    @cached_property
+    def target(self) -> tuple[int | None, ...]:
+        """The dim that each axis splits in the destination; None if it splits no dim."""
+        of = {a: d for d, axes in enumerate(self.end.splits) for a in axes}
+        return tuple(of.get(a) for a in range(len(self.sizes)))
+
+    def layout(self, node: LayoutNode) -> Layout:
+        if node not in self.layouts:
+            self.layouts[node] = self._layout(node)
+        return self.layouts[node]
+
+    def _layout(self, node: LayoutNode) -> Layout:
+        if node == self.start:
+            return self.source
+        if node == self.end:
+            return self.goal
+        names, placements = self.source.mesh.axes, list[Placement]()
+        for a, p in enumerate(self.source.placements):
+            is_term = isinstance(p, Partial) and (a in node.partial or a not in self.ops)
+            placements.append(p if is_term else Replicate())
+        for a in node.goal_partial:
+            placements[a] = Partial(self.goal_ops[a])
+        splits = []
+        for d, axes in enumerate(node.splits):
+            cut = self.source.cuts.get(d)  # the same in all nodes
+            for a in axes:
+                placements[a] = Shard(d).in_pieces(cut.along(names[a]) if cut else None)
+            if axes:
+                splits.append((d, tuple([names[a] for a in axes])))
+        mesh, stream = self.source.mesh, self.source.stream
+        return Layout.checked(mesh, tuple(placements), tuple(splits), stream, ())
+
+    # -- sizes -----------------------------------------------------------------------------------
+
+    def rows(self, dim: int, axes: tuple[int, ...]) -> Any:
+        """Return the first rank's number of rows in a dim."""
+        return self.of_dims[dim].parts(axes).first
+
+    def part(self, node: LayoutNode) -> int:
+        """Return the elements of the largest part."""
+        splits = node.splits
+        elements = self.parts.get(splits)
+        if elements is None:
+            rows = [self.rows(d, axes) for d, axes in enumerate(splits)]
+            elements = self.parts[splits] = math.prod(rows)
+        return elements
+
+    def count(self, axes: tuple[int, ...]) -> int:
+        """Return the number of ranks along some axes."""
+        size = self.counts.get(axes)
+        if size is None:
+            size = self.counts[axes] = math.prod([self.sizes[a] for a in axes])
+        return size
+
+    # -- costs -----------------------------------------------------------------------------------
+
+    @cached_property
+    def is_timed(self) -> bool:
+        """True if costs are nanoseconds; else they are elements times `UNIT`."""
+        return is_timed(self.source, self.goal, self.shape)
+
+    @cached_property
+    def is_special(self) -> bool:
+        return is_special(self.source, self.goal, self.shape)
+
+    def cost(self, move: Move, node: LayoutNode) -> int:
+        """Return the cost of a move: its receive volume, or its time."""
+        if move.kind in ("slice", "term"):
+            return 0
+        if move.kind == "Exchange":
+            return self.exchange(node, move.after) if self.is_timed else self.to_go(node)
+        if move.kind == "ReduceExchange":
+            price = self.exchange(node, move.after)
+            return price if self.is_timed else self.dearer(price)
+        parts = self.part(node), self.part(move.after)
+        arrives = arriving(move.kind, self.count(move.axes), *parts)
+        if not self.is_timed:
+            return arrives
+        return nanoseconds(1, arrives, self.between_hosts(move, parts), self.itemsize)
+
+    def between_hosts(self, move: Move, parts: tuple[int, int]) -> int:
+        """Return the inter-host volume of a collective."""
+        are_pairs, axes = move.kind == "AllToAll", move.axes
+        teams = self.teams.get((are_pairs, axes))
+        if teams is None:
+            mesh, find = self.source.mesh, pairs_apart if are_pairs else rings
+            teams = find(mesh, tuple(mesh.axes[a] for a in axes))
+            self.teams[are_pairs, axes] = teams
+        return through_teams(move.kind, teams, self.count(axes), *parts)
+
+    def weighed(self, worst: int, average: int) -> int:
+        """Return the cost from the largest and the average receive volume."""
+        is_worst_alone = self.is_worst_alone or self.is_timed
+        return worst if is_worst_alone else weighed(worst, average)
+
+    def dearer(self, cost: int) -> int:
+        """Return the cost of a ReduceExchange: collectives that cost little more are preferred."""
+        return cost * 9 // 8 if self.is_worst_alone else dearer(cost)
+
+    def exchange(self, node: LayoutNode, after: LayoutNode) -> int:
+        """Return the cost of an exchange; it also reduces the node's Partial axes."""
+        worst, average = self.lack(node, after, self.count(node.partial) - 1)
+        arrives = UNIT * worst
+        if not self.is_timed:
+            return self.weighed(arrives, average)
+        starts = self.between(node, after).messages()
+        return nanoseconds(starts, arrives, self.crossing(node, after), self.itemsize)
+
+    def crossing(self, node: LayoutNode, after: LayoutNode) -> int:
+        """Return the inter-host volume of an exchange."""
+        if (node, after) not in self.crossings:
+            self.crossings[node, after] = self.between(node, after).crossing()
+        return self.crossings[node, after]
+
+    def least_into(self, node: LayoutNode, after: LayoutNode) -> int:
+        """Return a quick lower bound of an exchange's inter-host volume: the average into a host.
+
+        Each element on a host serves at most one of the different destination parts there.
+        """
+        if self.digits is None:
+            return 0
+        (hosts, _, alike), (_, ranks, _) = self.on_hosts(after.splits), self.on_hosts(node.splits)
+        need, near = math.prod(self.shape) // hosts, self.part(node) * ranks
+        served = self.digits.ranks(node.partial) * (near if near < need else need)
+        return alike * (self.count(node.partial) * need - served)
+
+    def on_hosts(self, splits: Splits) -> tuple[int, int, int]:
+        """Return the numbers of hosts and of ranks per host with different parts, and of copies."""
+        counts = self.spread.get(splits)
+        if counts is None:
+            digits, axes = cast(Digits, self.digits), sum(splits, ())
+            counts = digits.hosts(axes), digits.ranks(axes), digits.ranks_but(axes)
+            self.spread[splits] = counts
+        return counts
+
+    def between(self, node: LayoutNode, after: LayoutNode) -> Aligned | ByRank:
+        """Return the cost model of the exchange between two nodes."""
+        if self.digits is None:
+            return ByRank(Exchange(self.side(node), self.side(after)))
+        terms, goal_terms = ((*self.staying, *x.partial) for x in (node, after))
+        kept_axes = [a for a in terms if a in goal_terms]
+        return Aligned(
+            self.digits, self.of_dims, node.splits, after.splits, terms, goal_terms, kept_axes
+        )
+
+    @cached_property
+    def digits(self) -> Digits | None:
+        """Host and rank digits of the mesh; None if hosts are unknown or do not follow its axes."""
+        has_reaches = self.source.reaches or self.goal.reaches
+        return digits(self.source.mesh) if self.is_timed and not has_reaches else None
+
+    @cached_property
+    def of_dims(self) -> tuple[DimRows, ...]:
+        near = self.digits.near if self.digits is not None else self.sizes
+        return dims_of(self.source, self.source, self.shape, near)
+
+    @cached_property
+    def staying(self) -> tuple[int, ...]:
+        """The axes whose Partial stays."""
+        pairs = enumerate(self.source.placements)
+        return tuple(i for i, p in pairs if isinstance(p, Partial) and i not in self.ops)
+
+    def side(self, node: LayoutNode) -> Side:
+        """Return a node as an endpoint of an exchange, before any axis becomes Partial."""
+        if node not in self.sides:
+            self.sides[node] = Side(self.layout(node._replace(goal_partial=())), self.shape)
+        return self.sides[node]
+
+    def to_go(self, node: LayoutNode) -> int:
+        """Return the remaining cost in elements of a node without a Partial: one Exchange."""
+        remaining = self.left.get(node)
+        if remaining is None:
+            worst, average = self.lack(node, self.end) if node.splits != self.end.splits else (0, 0)
+            remaining = self.left[node] = self.weighed(UNIT * worst, average)
+        return remaining
+
+    def lack(self, node: LayoutNode, after: LayoutNode, copies: int = 0) -> tuple[int, int]:
+        """Return the largest and the average receive volume of an exchange; see `lacks`."""
+        if self.is_special:
+            held = self.layout(node._replace(partial=(), goal_partial=()))
+            return lacks(held, self.layout(after._replace(goal_partial=())), self.shape, copies)
+        key = node.splits, after.splits, copies
+        volumes = self.lacks.get(key)
+        if volumes is None:
+            volumes = self.lacks[key] = most_and_mean(self.missing(node, after, copies))
+        return volumes
+
+    def is_lacking(self, node: LayoutNode, after: LayoutNode) -> bool:
+        """True if some rank needs more than its part; the first rank does if parts grow."""
+        if self.is_special:
+            return is_lacking(self.layout(node), self.layout(after), self.shape)
+        return self.part(after) > self.part(node) or self.lack(node, after)[0] > 0
+
+    def missing(self, node: LayoutNode, after: LayoutNode, copies: int) -> Any:
+        """Return the receive volume of each rank: an array that broadcasts over the mesh."""
+        needed: Any = copies + 1
+        held: Any = 1
+        for dim, (have, need) in enumerate(zip(node.splits, after.splits, strict=True)):
+            rows, both = self.overlap(dim, have, need)
+            needed, held = needed * rows, held * both
+        return needed - held
+
+    def overlap(self, dim: int, have: tuple[int, ...], need: tuple[int, ...]) -> tuple[Any, Any]:
+        """Return the number of rows that each rank needs, and the number of these that it has."""
+        return self.of_dims[dim].overlap(have, need)
+
+    def least(self, node: LayoutNode) -> int:
+        """Return a quick lower bound of the remaining cost."""
+        if node not in self.leasts:
+            self.leasts[node] = self._least(node)
+        return self.leasts[node]
+
+    def _least(self, node: LayoutNode) -> int:
+        if not self.is_timed:
+            return self.least_arriving(node)
+        posts = self.least_posts(node)
+        if self.goal_ops:
+            return nanoseconds(posts, 0, 0, self.itemsize)
+        arrives = UNIT * self.part(self.end)
+        if node.partial:
+            arrives = max(arrives, self.shared(node))
+        else:
+            arrives = max(arrives - UNIT * self.part(node), 0)
+        return nanoseconds(posts, arrives, self.least_crossing(node), self.itemsize)
+
+    def least_posts(self, node: LayoutNode) -> int:
+        """Return a lower bound of the remaining communications.
+
+        Each reduce op needs one, and one more follows if ranks then lack elements; at the source,
+        one communication may do both.
+        """
+        if self.has_idle_axes:
+            return 0
+        posts = len({self.ops[a] for a in node.partial})
+        if self.goal_ops or (posts and node == self.start):
+            return posts
+        return posts + self.is_surely_lacking(node)
+
+    def is_surely_lacking(self, node: LayoutNode) -> bool:
+        """Return whether a quick test shows that some rank lacks rows.
+
+        The first rank lacks rows if parts grow. Another rank does if the axes that split a dim now
+        are not the outermost axes that split it at the end.
+        """
+        if self.part(self.end) > self.part(node):
+            return True
+        for dim, (axes, goal) in enumerate(zip(node.splits, self.end.splits, strict=True)):
+            if axes != goal[: len(axes)] and self.is_second_lacking(dim, axes):
+                return True
+        return False
+
+    def is_second_lacking(self, dim: int, axes: tuple[int, ...]) -> bool:
+        """True if a rank lacks rows of a dim whose axes are not the outermost ones at the end.
+
+        This rank is the second along the first axis that differs, and the first along all others.
+        Its part begins behind the first rows, some of which it needs.
+        """
+        goal = self.end.splits[dim]
+        same = next(i for i, a in enumerate(axes) if goal[i : i + 1] != (a,))
+        begins, first = self.second(dim, axes[: same + 1]), 0
+        if self.source.blocked or begins is None:
+            return False
+        for d, needed in enumerate(self.end.splits):
+            if axes[same] in needed:
+                needs = self.second(d, needed[: needed.index(axes[same]) + 1])
+                if needs is None:
+                    return False
+                first = needs if d == dim else first
+        return first < begins
+
+    def second(self, dim: int, axes: tuple[int, ...]) -> int | None:
+        """Return the start of the second part along the last of some axes; None if it is empty."""
+        begins = self.rows(dim, axes)
+        return begins if begins < self.rows(dim, axes[:-1]) else None
+
+    @cached_property
+    def has_idle_axes(self) -> bool:
+        """True if axes of size 1 split dims or have terms: their changes cost nothing."""
+        placements = zip(self.sizes, self.source.placements, self.goal.placements, strict=True)
+        return any(n == 1 and not p == q == Replicate() for n, p, q in placements)
+
+    def least_messages(self, before: LayoutNode, after: LayoutNode) -> int:
+        """Return a lower bound of the messages that the busiest rank sends or receives.
+
+        The first rank has the largest parts; each overlaps at least as many parts as fit into it.
+        """
+        sent, got = 1, self.count(before.partial) // self.count(after.partial)
+        for dim, (have, need) in enumerate(zip(before.splits, after.splits, strict=True)):
+            held, needed = self.rows(dim, have), self.rows(dim, need)
+            sent, got = sent * -(-held // needed), got * -(-needed // held)
+        copies, turns = (self.alike(node) for node in (after, before))
+        return max(-(-sent * copies // turns), got) - 1
+
+    def alike(self, node: LayoutNode) -> int:
+        """Return the number of ranks that hold the same part."""
+        fixed = self.count(sum(node.splits, node.partial)) * self.staying_terms
+        return math.prod(self.sizes) // fixed
+
+    def least_crossing(self, node: LayoutNode) -> int:
+        """Return a lower bound of the elements into a host: the average for terms, else host 0.
+
+        The first host with the sum of terms on n hosts received n - 1 of them; each further host
+        that needs the sum receives one more.
+        """
+        mesh = self.source.mesh
+        if not node.partial:
+            if self.digits is not None:
+                _, parts, _ = self.on_hosts(node.splits)
+            else:
+                parts = parts_on_host(mesh, tuple(mesh.axes[a] for a in sum(node.splits, ())))
+            return max(0, self.needed_on_hosts[0] - self.part(node) * parts * self.staying_terms)
+        if node.partial not in self.crossed:
+            hosts = hosts_of_terms(mesh, tuple(mesh.axes[a] for a in node.partial))
+            total = (
+                self.needed_on_hosts[1] + (hosts - 2) * math.prod(self.shape) * self.staying_terms
+            )
+            self.crossed[node.partial] = total // self.hosts if hosts > 1 else 0
+        return self.crossed[node.partial]
+
+    @cached_property
+    def needed_on_hosts(self) -> tuple[int, int]:
+        """The elements that the first host needs, and the sum over all hosts."""
+        return first_and_all(Side(self.layout(self.end), self.shape))
+
+    @cached_property
+    def hosts(self) -> int:
+        if self.digits is not None:
+            return math.prod(self.digits.far)
+        return len({*(self.source.mesh.hosts or ())})
+
+    def least_arriving(self, node: LayoutNode) -> int:
+        """Return a lower bound of the remaining receive volume, as a cost."""
+        if self.goal_ops:
+            return 0
+        need = UNIT * self.part(self.end)
+        if not node.partial:
+            held = UNIT * self.part(node)
+            return self.weighed(need - held, 0) if need > held else 0
+        shared = self.shared(node)
+        return self.weighed(shared if shared > need else need, shared)
+
+    def shared(self, node: LayoutNode) -> int:
+        """Return `UNIT` times a lower bound of the average receive volume of a reduction.
+
+        The first rank with the sum of n terms received n - 1 of them; each further rank that needs
+        the sum receives one more.
+        """
+        ranks = math.prod(self.sizes) // self.staying_terms
+        n, wanted = self.count(node.partial), ranks // self.count(sum(self.end.splits, ()))
+        return math.prod(self.shape) * UNIT * (n + wanted - 2) // ranks
