@@ -25,7 +25,7 @@ from mdfuse.layouts.layout import Layout
 from mdfuse.passes.propagate_layouts import anew
 from mdfuse.passes.rewriting import Maker, Rule, rewritten
 from mdfuse.passes.sharded import context_prices, join_parts, ring
-from mdfuse.passes.sharded.masks import BACKWARD, FORWARD, Masks, parts
+from mdfuse.passes.sharded.attention_masks import BACKWARD, FORWARD, Masks, parts
 from mdfuse.passes.sharded.split_attention import HEADS, ROWS, SplitAttention, splits
 
 name = "context"

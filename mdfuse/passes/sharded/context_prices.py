@@ -16,7 +16,7 @@ from mdfuse.extents.extent import is_symbolic
 from mdfuse.ir.visible import Run, tiles
 from mdfuse.layouts.layout import Layout
 from mdfuse.passes.prices import received_bytes
-from mdfuse.passes.sharded import masks
+from mdfuse.passes.sharded import attention_masks
 from mdfuse.passes.sharded.split_attention import HEADS, ROWS, SplitAttention
 
 #: The floating-point operations of an attention that a GPU computes while a byte arrives over fast
@@ -122,7 +122,7 @@ def _times(split: SplitAttention) -> int:
 
 def _bytes_of_mask(split: SplitAttention, to: Layout) -> float:
     """Return the bytes that arrive of what the mask is made of, for a query in a layout."""
-    at = dict(masks.received(split, to))
+    at = dict(attention_masks.received(split, to))
     return _moved(split, [*at], at.__getitem__)
 
 

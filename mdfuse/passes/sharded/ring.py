@@ -23,7 +23,7 @@ from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
 from mdfuse.layouts.layout import Layout, Partial, Replicate, Shard
 from mdfuse.layouts.stream import Stream
 from mdfuse.passes.rewriting import Maker, Rule
-from mdfuse.passes.sharded.masks import BACKWARD, Masks
+from mdfuse.passes.sharded.attention_masks import BACKWARD, Masks
 from mdfuse.passes.sharded.split_attention import HEADS, ROWS, SplitAttention
 from mdfuse.passes.strategy import choose
 

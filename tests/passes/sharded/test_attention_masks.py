@@ -177,7 +177,7 @@ def test_a_chunk_in_zigzag_order_is_read_by_its_own_loop_alone() -> None:
         fd.add_output(y)
     with pytest.raises(mf.MdfuseError, match="chunks in zigzag order") as caught:
         mf.compile(fd)
-    assert "test_masks.py" in str(caught.value)
+    assert "test_attention_masks.py" in str(caught.value)
 
 
 @pytest.mark.parametrize("form", FORMS[:3])
