@@ -134,7 +134,7 @@ _ROWS = (
     Row(
         name="fetch",
         operands=_ONE,
-        attrs=(attr("most", "count", True), attr("each", "extent")),
+        attrs=(attr("most", "extent", True), attr("each", "extent")),
         makes="value",
     ),
     Row(name="pack_rows", operands=(2, 2), makes="value", is_view=True, may_copy=True),

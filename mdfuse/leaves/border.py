@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from mdfuse.ir.infer import dense_strides
 from mdfuse.layouts.boxes import Box, box_size, index_of, intersect, relative
 from mdfuse.layouts.layout import Layout
 from mdfuse.layouts.sharding import shard_tensor, unshard_tensor
@@ -153,8 +154,11 @@ class PartBorder:
 
 
 def lies_as_new(x: Tensor) -> bool:
-    """Return whether a tensor lies in memory as a new one does, so that kernels are the same."""
-    return x.is_contiguous() and x.data_ptr() % _ALIGNED == 0
+    """Return whether a tensor lies in memory as a new one does, so that kernels are the same.
+
+    Strides of dims of one element count: libraries look at them, too.
+    """
+    return x.stride() == dense_strides(x.shape) and x.data_ptr() % _ALIGNED == 0
 
 
 def as_new(x: Tensor) -> Tensor:

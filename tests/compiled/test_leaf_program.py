@@ -92,6 +92,21 @@ def test_memory_of_the_caller_does_not_matter() -> None:
         assert all(map(torch.equal, found, first))
 
 
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+def test_strides_of_one_column_do_not_matter(ranks: int) -> None:
+    """A row transposed is contiguous, yet BLAS adds its products in another sequence."""
+    mesh = DeviceMesh.arange(dp=ranks)
+    with mf.FusionDefinition("product") as fd:
+        w, x = (fd.define_tensor(s, mesh=mesh, layout={}) for s in ((1, 64), (64, 1)))
+        fd.add_output(w @ x)
+    program, w, row = mf.compile(fd, SAME), drawn(1, 64), drawn(1, 64, seed=1)
+    column = torch.empty(64, 1).copy_(row.T)
+    assert row.T.is_contiguous() and row.T.stride() != column.stride()
+    (first,), (found,) = (mf.simulate(program, [w, x]).outputs for x in (column, row.T))
+    assert torch.equal(found, first)
+    torch.testing.assert_close(found, (w.double() @ row.T.double()).float())
+
+
 @pytest.mark.parametrize("rows", [0, 1, 3, 8, 12, 13])
 def test_few_and_uneven_rows(rows: int) -> None:
     """Leaves without rows, ranks without leaves' rows, parts that are no parts of leaves."""

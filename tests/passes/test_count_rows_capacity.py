@@ -108,6 +108,21 @@ def test_ranks_without_tokens(tokens: int) -> None:
         mf.simulate(compiled("counted", most - 1, tokens), values)
 
 
+@pytest.mark.parametrize("form", ["counted", "dense"])
+@pytest.mark.parametrize(("tokens", "how"), [(3, {"capacity": 0}), (0, {"capacity": None})])
+def test_no_row_at_all(form: str, tokens: int, how: dict[str, Any]) -> None:
+    """A capacity of 0 drops all rows; where there is no token there is none to move."""
+    is_dropped = how["capacity"] is not None
+    program = mf.compile(defined(form, tokens=tokens, drop=is_dropped, **how))
+    values = given(torch.zeros(tokens, 2, dtype=torch.int64))
+    zeros = [torch.zeros_like(v) for v in (values[0], values[0], values[2])]
+    wide = torch.zeros(2, E, program.fusion.values[program.fusion.outputs[-1]].shape[2], D)
+    check_everywhere(program, values, [*zeros, *([wide.double()] if form == "dense" else [])])
+    if tokens:
+        with pytest.raises(CountsError, match="4 rows of part 0 for expert 0"):
+            mf.simulate(mf.compile(defined(form, 0, tokens)), values)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_it_is_explained(form: str) -> None:
     said = "all ranks refuse runs with over 3 rows of a part for an expert"

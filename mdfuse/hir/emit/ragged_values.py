@@ -53,7 +53,7 @@ def emit_fetches(out: Emitter, names: Mapping[str, str]) -> None:
 
 def _most(rows: Value | None, experts: int, each: int | None = None) -> int:
     """Return how many rows of a part there may be, or of a chunk of it."""
-    mosts = [] if each is None else [max(each * experts, 1)]
+    mosts = [] if each is None else [each * experts]
     if rows is not None:
         chunks = 1 if rows.stream is None else rows.stream.count
         mosts.append(-(-rows.shape[2] // chunks))
