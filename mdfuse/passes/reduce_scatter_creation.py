@@ -36,7 +36,10 @@ def run(fusion: Fusion) -> Fusion:
             strategy = _strategy(reader, values)
             wanted.add(strategy.wanted[name])
         assert out.layout is not None
-        if len(wanted) != 1 or not _is_slice(out.layout, goal := wanted.pop()):
+        if len(wanted) != 1:
+            continue
+        goal = _beside_terms(out.layout, wanted.pop())
+        if not _is_slice(out.layout, goal):
             continue
         if goal.partial_axes and not _yields(expr, out, goal, values):
             continue
@@ -78,6 +81,18 @@ def _yields(expr: Expr, out: Value, goal: Layout, values: Mapping[str, Value]) -
     """Return whether an expression yields terms in a layout, which nobody then has to make."""
     strategy = choose_here(expr, {**values, out.name: replace(out, layout=goal)})
     return strategy is not None and strategy.results[expr.outputs.index(out.name)] == goal
+
+
+def _beside_terms(layout: Layout, goal: Layout) -> Layout:
+    """Return the goal before terms are reduced, where they may be reduced inside of its parts."""
+    for axis in layout.partial_axes if layout.mesh == goal.mesh else ():
+        to = goal.placement(axis)
+        if isinstance(to, Shard):
+            order = goal.split_axes(to.dim)
+            if any(a not in layout.partial_axes for a in order[order.index(axis) :]):
+                return goal
+        goal = goal.with_placement(axis, layout.placement(axis))
+    return goal
 
 
 def _is_slice(layout: Layout, goal: Layout) -> bool:

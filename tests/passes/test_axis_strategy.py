@@ -162,25 +162,24 @@ def test_values_and_gradients_are_those_of_whole_tensors(style: str, model: Mode
         torch.testing.assert_close(got, want.detach(), rtol=1e-7, atol=1e-7)
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids="sequence={}".format)
+@pytest.mark.parametrize("name", ["tp", "tp + sequence", "fsdp x tp"])
 @pytest.mark.parametrize(("heads", "shared", "ranks"), [(8, 2, 4), (12, 4, 6), (6, 1, 3)])
-def test_fewer_heads_of_keys_than_ranks(
-    heads: int, shared: int, ranks: int, sequence: bool
-) -> None:
+def test_fewer_heads_of_keys_than_ranks(heads: int, shared: int, ranks: int, name: str) -> None:
     """Keys and values are gathered, gradients scattered; those of queries stay where they are."""
-    style = STYLES["tp + sequence" if sequence else "tp"]
-    model, mesh = Model(96, heads, shared, 12, 144, length=48), DeviceMesh.arange(tp=ranks)
-    (row,) = rows(model, style, mesh)
-    assert row.received <= MOST * row.by_hand, row
-    assert row.posts <= row.posts_by_hand, row
+    style, n = STYLES[name], 2 if name.startswith("fsdp") else 1
+    model = Model(96, heads, shared, 12, 144, length=48)
+    mesh = DeviceMesh.arange(**{a: {"fsdp": n, "tp": ranks}[a] for a in style.axes})
+    for row in rows(model, style, mesh):
+        assert row.received <= MOST * row.by_hand, row
+        assert row.posts <= row.posts_by_hand, row
     small = replace(model, length=ranks)
-    _check_whole(mf.compile(layer(small, style, mesh, torch.float64)), small)
+    _check_whole(mf.compile(layer(small, style, mesh, torch.float64)), small, n)
 
 
-def _check_whole(program: mf.Program, model: Model) -> None:
-    """Compare a layer of one row with the layer on whole tensors."""
+def _check_whole(program: mf.Program, model: Model, n: int = 1) -> None:
+    """Compare a layer of n rows with the layer on whole tensors."""
     torch.manual_seed(model.heads)
-    x, dy = torch.randn(2, 1, model.length, model.width, dtype=torch.float64)
+    x, dy = torch.randn(2, n, model.length, model.width, dtype=torch.float64)
     weights = {
         name: torch.randn(shape, dtype=torch.float64, requires_grad=True)
         for name, (shape, _) in model.parameters.items()
