@@ -15,7 +15,7 @@ import numpy as np
 
 from mdfuse.extents.extent import is_symbolic
 from mdfuse.ir.graph import Value
-from mdfuse.layouts.layout import Layout, Replicate
+from mdfuse.layouts.layout import Layout, Replicate, Shard
 from mdfuse.layouts.recv_volume import has_few_rows
 from mdfuse.passes.axis_strategy import Choice, Operand, Result
 from mdfuse.reshard import Carriers, arrivals, cost, elements_received
@@ -65,7 +65,7 @@ def _price(
             there = [o.layout, *(c for c in o.copies if c.mesh == goal.mesh)]
             total = total + min([moved(layout, goal, o.value) for layout in there], key=_most)
     for layout, r in zip(yielded, results, strict=True):
-        total = total + moved(layout, r.law or _settled(layout, axes), r.value)
+        total = total + moved(layout, r.law or _settled(layout, axes, r, operands), r.value)
     return _most(total)
 
 
@@ -74,11 +74,18 @@ def _most(price: Any) -> int:
     return int(price.max()) if isinstance(price, np.ndarray) else price
 
 
-def _settled(layout: Layout, way: Mapping[str, Choice]) -> Layout:
-    """Return the layout of a result that no law places: a Partial is reduced, or passed on."""
+def _settled(
+    layout: Layout, way: Mapping[str, Choice], result: Result, operands: Sequence[Operand]
+) -> Layout:
+    """Return the layout of a result that no law places: a Partial is reduced, or passed on.
+
+    A gradient is read where its operand is: its sum is scattered as that is split.
+    """
+    like = next((o.layout for o in operands if o.layout and o.labels == result.labels), None)
     for axis in layout.partial_axes:
         if not isinstance(way.get(axis), str):
-            layout = layout.with_placement(axis, Replicate())
+            there = like.placement(axis) if like is not None and like.mesh == layout.mesh else None
+            layout = layout.with_placement(axis, there if isinstance(there, Shard) else Replicate())
     return layout
 
 

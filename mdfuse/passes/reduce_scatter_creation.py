@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from mdfuse.ir.graph import Expr, Fusion, Value
-from mdfuse.layouts.layout import Layout, Partial, Replicate, Shard
+from mdfuse.layouts.layout import Layout, Replicate, Shard
 from mdfuse.passes.strategy import Strategy, choose_here
 
 name = "reduce_scatter_creation"
@@ -36,7 +36,12 @@ def run(fusion: Fusion) -> Fusion:
             strategy = _strategy(reader, values)
             wanted.add(strategy.wanted[name])
         assert out.layout is not None
-        if len(wanted) != 1 or not _is_slice(out.layout, goal := wanted.pop()):
+        if len(wanted) != 1:
+            continue
+        goal = _beside_terms(out.layout, wanted.pop())
+        if not _is_slice(out.layout, goal):
+            continue
+        if goal.partial_axes and not _yields(expr, out, goal, values):
             continue
         values[name] = replace(out, layout=_pushed(expr, out, goal, values))
     return replace(fusion, values=values)
@@ -72,11 +77,27 @@ def _pushed(expr: Expr, out: Value, goal: Layout, values: Mapping[str, Value]) -
     return goal if inferred.partial_axes or inferred.mesh != goal.mesh else inferred
 
 
+def _yields(expr: Expr, out: Value, goal: Layout, values: Mapping[str, Value]) -> bool:
+    """Return whether an expression yields terms in a layout, which nobody then has to make."""
+    strategy = choose_here(expr, {**values, out.name: replace(out, layout=goal)})
+    return strategy is not None and strategy.results[expr.outputs.index(out.name)] == goal
+
+
+def _beside_terms(layout: Layout, goal: Layout) -> Layout:
+    """Return the goal before terms are reduced, where they may be reduced inside of its parts."""
+    for axis in layout.partial_axes if layout.mesh == goal.mesh else ():
+        to = goal.placement(axis)
+        if isinstance(to, Shard):
+            order = goal.split_axes(to.dim)
+            if any(a not in layout.partial_axes for a in order[order.index(axis) :]):
+                return goal
+        goal = goal.with_placement(axis, layout.placement(axis))
+    return goal
+
+
 def _is_slice(layout: Layout, goal: Layout) -> bool:
     """Return whether the goal differs from the layout only by splitting what was whole."""
     if layout.mesh != goal.mesh or layout == goal:
         return False
     pairs = zip(layout.placements, goal.placements, strict=True)
-    return all(
-        p == q or (isinstance(p, Replicate) and isinstance(q, Shard)) for p, q in pairs
-    ) and not any(isinstance(p, Partial) for p in layout.placements)
+    return all(p == q or (isinstance(p, Replicate) and isinstance(q, Shard)) for p, q in pairs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -14,6 +15,7 @@ from helpers.hand_plans import (
     MODELS,
     STYLES,
     Model,
+    Style,
     layer,
     models,
     rows,
@@ -160,21 +162,24 @@ def test_values_and_gradients_are_those_of_whole_tensors(style: str, model: Mode
         torch.testing.assert_close(got, want.detach(), rtol=1e-7, atol=1e-7)
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids="sequence={}".format)
+@pytest.mark.parametrize("name", ["tp", "tp + sequence", "fsdp x tp"])
 @pytest.mark.parametrize(("heads", "shared", "ranks"), [(8, 2, 4), (12, 4, 6), (6, 1, 3)])
-def test_fewer_heads_of_keys_than_ranks(
-    heads: int, shared: int, ranks: int, sequence: bool
-) -> None:
+def test_fewer_heads_of_keys_than_ranks(heads: int, shared: int, ranks: int, name: str) -> None:
     """Keys and values are gathered, gradients scattered; those of queries stay where they are."""
-    style = STYLES["tp + sequence" if sequence else "tp"]
-    model, mesh = Model(96, heads, shared, 12, 144, length=48), DeviceMesh.arange(tp=ranks)
-    (row,) = rows(model, style, mesh)
-    assert row.received <= MOST * row.by_hand, row
-    assert row.posts <= row.posts_by_hand, row
+    style, n = STYLES[name], 2 if name.startswith("fsdp") else 1
+    model = Model(96, heads, shared, 12, 144, length=48)
+    mesh = DeviceMesh.arange(**{a: {"fsdp": n, "tp": ranks}[a] for a in style.axes})
+    for row in rows(model, style, mesh):
+        assert row.received <= MOST * row.by_hand, row
+        assert row.posts <= row.posts_by_hand, row
     small = replace(model, length=ranks)
-    program = mf.compile(layer(small, style, mesh, torch.float64))
-    torch.manual_seed(heads)
-    x, dy = torch.randn(2, 1, ranks, model.width, dtype=torch.float64)
+    _check_whole(mf.compile(layer(small, style, mesh, torch.float64)), small, n)
+
+
+def _check_whole(program: mf.Program, model: Model, n: int = 1) -> None:
+    """Compare a layer of n rows with the layer on whole tensors."""
+    torch.manual_seed(model.heads)
+    x, dy = torch.randn(2, n, model.length, model.width, dtype=torch.float64)
     weights = {
         name: torch.randn(shape, dtype=torch.float64, requires_grad=True)
         for name, (shape, _) in model.parameters.items()
@@ -186,6 +191,34 @@ def test_fewer_heads_of_keys_than_ranks(
     outputs = mf.simulate(program, given, options=mf.Options(poison=True)).outputs
     for got, want in zip(outputs, [y, *grads], strict=True):
         torch.testing.assert_close(got, want.detach(), rtol=1e-7, atol=1e-7)
+
+
+def _positions_and_heads(m: Model, n: Mapping[str, int]) -> dict[str, float]:
+    """Along cp keys and values of a rank's heads, and gradients of parameters, norms' in f32."""
+    keys, norms = 2 * m.kv_heads * m.head * m.length * 2 / n["tp"], 2 * m.width * 2
+    along_tp = 8 * share(n["tp"]) * m.length * m.width * 2 / n["cp"]
+    return {"cp": 2 * share(n["cp"]) * (m.bytes(n["tp"]) + keys + norms), "tp": along_tp}
+
+
+@pytest.mark.parametrize("length", [96, 4096])
+@pytest.mark.parametrize(
+    "model",
+    [Model(2048, 16, 16, 128, 8192), Model(1024, 16, 8, 128, 3072)],
+    ids=lambda m: f"{m.heads} and {m.kv_heads} heads",
+)
+@pytest.mark.parametrize("axes", [{"cp": 4, "tp": 2}, {"tp": 2, "cp": 3}], ids=str)
+def test_sums_of_keys_are_scattered_where_heads_are_split_too(
+    axes: dict[str, int], model: Model, length: int
+) -> None:
+    """Gradients of keys are terms of ranks of cp; what products make of them, those of tp."""
+    posts = {"cp": (1, 4, 0), "tp": (0, 4, 0)}
+    style = Style((*axes,), (), _positions_and_heads, posts, sequence=("cp",))
+    for row in rows(replace(model, length=length), style, DeviceMesh.arange(**axes)):
+        assert row.received <= MOST * row.by_hand, row
+        assert row.posts <= row.posts_by_hand, row
+    small = Model(24, 4, model.kv_heads // 4, 6, 20, length=7)
+    program = mf.compile(layer(small, style, DeviceMesh.arange(**axes), torch.float64))
+    _check_whole(program, small)
 
 
 @pytest.mark.parametrize("rows_of_batch", [1, 4], ids="dp={}".format)
