@@ -227,7 +227,7 @@ def test_the_page_of_operations_names_them_all() -> None:
     assert len(shown) > 80
     for name, arguments in shown:
         # `dims` is another name of `dim`, and `more` the rest of a list that is written out
-        known = inspect.signature(by_name[name]).parameters.keys() - {"more"}
+        known = inspect.signature(by_name[name]).parameters.keys() - {"further"}
         known = known - {"dims"} if "dim" in known else known
         assert set(arguments.split(", ")) == known, name
 

@@ -21,7 +21,7 @@ _WIDTH = 120
 def _call(name: str) -> str:
     """An operation with its arguments: `dims` is another name of `dim`, `more` goes on."""
     known = [*inspect.signature(ops.BY_NAME[name]).parameters]
-    left_out = {"more", *(("dims",) if "dim" in known else ())}
+    left_out = {"further", *(("dims",) if "dim" in known else ())}
     return f"`{name}({', '.join(p for p in known if p not in left_out)})`"
 
 

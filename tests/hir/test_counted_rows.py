@@ -140,7 +140,7 @@ def test_each_iteration_counts_its_own_rows() -> None:
 
 def test_what_may_be_captured() -> None:
     """Counts are gathered in a graph; the fetch and all rows are not."""
-    eager = {i.fn or i.op: why for i, why in hir.capture.eager(project(CASES[0].program(), 0))}
+    eager = {i.fn or i.op: why for i, why in hir.uncapturable.eager(project(CASES[0].program(), 0))}
     assert "which the host waits for" in eager["fetch"]
     assert {*eager} == {"fetch", "pack_rows", "alloc", "post", "mul", "wait", "unpack_rows"} - {
         "wait"
