@@ -35,7 +35,8 @@ class Run(Iterator[tuple[int, Any]]):
     rank dies, those that are left build the step for the mesh without it, take the state from each
     other or else from the checkpoint, and go on: the batch of a step stays whole, as the others
     take over the rows of those that are lost. Steps after the state that is left are made, and
-    yielded, again. A process that `mdfuse launch --respawn` starts joins before the next step.
+    yielded, again; a rank that takes the state of a step which others ended does not yield that
+    step. A process that `mdfuse launch --respawn` starts joins before the next step.
 
     Args:
         build: mesh -> what to run, and what returns its first state. For imported models a

@@ -234,10 +234,14 @@ def test_losses_are_those_without_a_death(draw: int, kind: str, tmp_path: Path) 
     statuses = forked.wait(240)
     dead = {*when}
     assert {r for r, x in statuses.items() if x} == dead, (when, forked.said(min({0, 1} - dead)))
+    of_any: dict[int, float] = {}
     for rank in {*range(case.ranks)} - dead:
         losses, sizes = said_losses(forked.said(rank))
-        assert losses == wanted, when
+        assert losses.items() <= wanted.items(), when
+        assert len(losses) >= len(wanted) - 1, when  # a step that another rank ended for it
         assert sizes[STEPS] == case.ranks - 1
+        of_any |= losses
+    assert of_any == wanted, when
 
 
 def test_a_new_process_joins(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.oracle import TOLERANCES, local_part
-from passes.sharded import test_masks
+from passes.sharded import test_attention_masks
 from passes.sharded.test_ring import RING, defined, expected, given
 
 import mdfuse as mf
@@ -57,10 +57,10 @@ def test_four_ranks(name: str, axes: dict[str, int], comm: mf.Communicator) -> N
 def check_masked(comm: mf.Communicator, axes: dict[str, int], mask: str, form: str) -> None:
     """Uneven lengths, in zigzag order."""
     shape, how = (2, 8, 4, 21, 4), {} if mask == "behind" else {"is_causal": True}
-    fd = test_masks.defined(axes, shape, mask, True, torch.float64, **how)
+    fd = test_attention_masks.defined(axes, shape, mask, True, torch.float64, **how)
     program = mf.compile(fd, mf.Options(context=form))
-    tensors = test_masks.given(shape, torch.float64, 1)
-    wants = test_masks.expected(tensors, mask, **how)
+    tensors = test_attention_masks.given(shape, torch.float64, 1)
+    wants = test_attention_masks.expected(tensors, mask, **how)
     layouts = [program.fusion.layout(x) for x in (*program.fusion.inputs, *program.fusion.outputs)]
     parts = [local_part(x, at, comm.rank) for x, at in zip(tensors, layouts, strict=False)]
     outs = program.run(*(x.to(comm.device, copy=True) for x in parts))
@@ -71,7 +71,7 @@ def check_masked(comm: mf.Communicator, axes: dict[str, int], mask: str, form: s
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("form", ["gather", "heads", "ring"])
-@pytest.mark.parametrize("mask", test_masks.MASKS)
+@pytest.mark.parametrize("mask", test_attention_masks.MASKS)
 def test_masks_on_two_ranks(mask: str, form: str, comm: mf.Communicator) -> None:
     check_masked(comm, {"cp": 2}, mask, form)
 
