@@ -22,6 +22,9 @@ Span = tuple[int, int]
 #: A subtree as pairs of pairs of numbers of values.
 Nest = int | tuple["Nest", "Nest"]
 
+#: Reductions that add.
+_SUMS = ("sum", "avg")
+
 #: Bytes from which on a GPU adds all values of a subtree in one kernel.
 _LARGE = 1 << 20
 
@@ -66,7 +69,8 @@ def reduced(op: str, span: Span, known: Mapping[Span, Tensor]) -> Tensor:
     values = [known[of] for of in used]
     if nest == 0:
         return values[0]
-    is_fused = all(x.is_cuda and x.numel() * x.itemsize >= _LARGE for x in values)
+    # The larger of 0.0 and -0.0 is either in a kernel, so other reductions are left to the calls.
+    is_fused = op in _SUMS and all(x.is_cuda and x.nbytes >= _LARGE for x in values)
     fused = _fused(op, nest, tuple(map(form_of, values))) if is_fused else None
     return _reduced(op, nest, values) if fused is None else fused(*values)[0]
 
@@ -120,6 +124,6 @@ def room(one: Tensor, span: Span, size: int) -> Tensor:
 
 
 def _pair(op: str, a: Tensor, b: Tensor) -> Tensor:
-    if op in ("sum", "avg") and a.dtype is not torch.bool:
+    if op in _SUMS and a.dtype is not torch.bool:
         return torch.add(a, b)
     return combine("sum" if op == "avg" else op, torch.stack([a, b]))

@@ -81,6 +81,8 @@ def _settled(
 
     A gradient is read where its operand is: its sum is scattered as that is split.
     """
+    if not layout.partial_axes:
+        return layout
     like = next((o.layout for o in operands if o.layout and o.labels == result.labels), None)
     for axis in layout.partial_axes:
         if not isinstance(way.get(axis), str):
