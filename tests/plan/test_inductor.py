@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -111,6 +112,24 @@ def test_kernels_that_write_into_large_tensors_are_not_timed(rows: int, is_timed
     assert ("triton.autotune_pointwise" not in inductor._settings(found)) is is_timed
     forms = [forms[1], forms[0]]  # it reads the large one alone
     assert not inductor._settings(inductor.traced(lambda x, by: [x.add_(1.0), by + 1.0], forms))
+
+
+@pytest.mark.parametrize("form", ["linear", "batched", "column"])
+@pytest.mark.parametrize("rows", [0, 1, 2])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_products_of_one_row_are_tuned_as_sums(form: str, rows: int, device: str) -> None:
+    def shaped(*shape: int) -> Any:
+        return shape, tuple(math.prod(shape[n + 1 :]) for n in range(len(shape))), torch.bfloat16
+
+    shapes = {
+        "linear": (shaped(1, rows, 8), shaped(4, 8)),
+        "batched": (shaped(3, rows, 8), shaped(3, 4, 8)),
+        "column": (shaped(4, 8), shaped(rows, 8)),
+    }[form]
+    forms: Any = [(*x, torch.device(device)) for x in shapes]
+    graph = inductor.traced(lambda a, b: [a @ b.mT], forms)
+    settings = inductor._settings(graph)
+    assert settings.get("coordinate_descent_tuning", False) is (device == "cuda" and rows == 1)
 
 
 def test_no_folder_where_files_are_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
