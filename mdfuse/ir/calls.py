@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as _F
 
 from mdfuse import torch_private
-from mdfuse.ir import attention
+from mdfuse.ir import attention, few_rows
 
 
 def cast(x: Tensor, *, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
@@ -236,6 +237,10 @@ def attend(
     """
     how: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     if not positions or not any(positions.values()):
+        if few_rows.fits(q, k, v, mask, is_causal, enable_gqa):
+            by = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+            result: Tensor = few_rows.attend(q, k, v, mask, by)
+            return result
         return _F.scaled_dot_product_attention(q, k, v, mask, **how)
     if not enable_gqa:
         lead = torch.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v)))

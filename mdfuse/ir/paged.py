@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mdfuse.ir import calls
 from mdfuse.ir.dims import DimMap, Shape, Shapes
 
 Attrs = Mapping[str, Any]
@@ -49,9 +50,7 @@ def attend(
     # a row that sees nothing sees all, since some kernels give NaN, and is 0 in the end
     is_there = (at >= 0).unsqueeze(1).unsqueeze(-1)
     scale = 1 / math.sqrt(e or 1) if scale is None else scale
-    out = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask | ~is_there, scale=scale, enable_gqa=heads != k.shape[1]
-    )
+    out = calls.attend(q, k, v, mask | ~is_there, scale=scale, enable_gqa=heads != k.shape[1])
     return torch.where(is_there, out, 0)
 
 

@@ -1,0 +1,129 @@
+"""Attention of few rows on a GPU, such as a token of a decode: keys are split among programs.
+
+A library's kernel gives a head to one program, so that one token of a few requests leaves most of
+a GPU idle. Here each program takes a part of the keys of a head, and a second kernel joins them.
+Keys that a mask hides from all rows are not read: the empty end of a cache costs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: The most rows of all heads that share keys: those of a tile of the kernel.
+ROWS = 16
+#: The most features of a head.
+_FEATURES = 256
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def fits(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, enable_gqa: bool
+) -> bool:
+    """Return whether `attend` computes the attention of such operands.
+
+    Args:
+        q, k, v: [batch, heads, rows, features].
+        mask: what is added to the scores, or bools; it has as many dims.
+        is_causal: a row sees the keys up to its place.
+        enable_gqa: heads of queries may share one of keys.
+    """
+    operands = (q, k, v) if mask is None else (q, k, v, mask)
+    if q.device.type != "cuda" or is_causal or any(x.ndim != 4 for x in operands):
+        return False
+    sizes = [n for x in operands for n in x.shape]
+    if not all(type(n) is int and n > 0 for n in sizes) or not _has_triton():
+        return False
+    if torch.is_grad_enabled() and any(x.requires_grad for x in operands):
+        return False
+    is_plain = q.dtype in _DTYPES and q.dtype == k.dtype == v.dtype
+    is_masked = mask is None or (mask.dtype == torch.bool and mask.shape[-1] == k.shape[2])
+    is_alike = k.shape[:3] == v.shape[:3] and q.shape[::3] == k.shape[::3]
+    is_small = q.shape[1] // k.shape[1] * q.shape[2] <= ROWS and q.shape[3] <= _FEATURES
+    is_even = q.shape[1] % k.shape[1] == 0 if enable_gqa else q.shape[1] == k.shape[1]
+    return is_plain and is_masked and is_alike and is_small and is_even and v.shape[3] <= _FEATURES
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+@torch.library.custom_op("mdfuse::attend_few_rows", mutates_args=())
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Compute attention for operands that `fits`; a row that sees no key is 0.
+
+    Args:
+        q: [batch, heads, rows, e].
+        k: [batch, heads of keys, n, e]; each serves as many heads of q as there are to one.
+        v: [batch, heads of keys, n, f].
+        mask: bools that broadcast to [batch, heads, rows, n]: which keys a row sees.
+        scale: of the scores.
+
+    Returns:
+        [batch, heads, rows, f].
+    """
+    batch, heads, rows, _ = q.shape
+    shared, n, f = k.shape[1], k.shape[2], v.shape[3]
+    block = 64 if max(q.shape[3], f) <= 128 else 32
+    parts = _parts(batch * shared, -(-n // block), _processors(q.device))
+    out = q.new_empty((batch, heads, rows, f))
+    joined, sums = out, out
+    if parts > 1:
+        joined = q.new_empty((batch * shared, parts, ROWS, f), dtype=torch.float32)
+        sums = q.new_empty((batch * shared, parts, ROWS), dtype=torch.float32)
+    kernels: Any = _kernels()
+    kernels.attend_part[batch * shared, parts](
+        q, k, v, q if mask is None else mask.view(torch.uint8), joined, sums,
+        scale * math.log2(math.e), shared, heads // shared, rows, n, q.shape[3], f,
+        -(-n // (block * parts)) * block, *q.stride(), *k.stride(), *v.stride(),
+        *_strides(mask, (batch, heads, rows, n)),
+        HAS_MASK=mask is not None, IS_WHOLE=parts == 1, ROWS=ROWS, BLOCK=block,
+        E=_power(q.shape[3]), F=_power(f), PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+    )  # fmt: skip
+    if parts > 1:
+        kernels.join[batch * heads, rows](
+            joined, sums, out, heads, heads // shared, rows, parts, f,
+            ROWS=ROWS, PARTS=_power(parts), F=_power(f),
+        )  # fmt: skip
+    return out
+
+
+@attend.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    return q.new_empty((*q.shape[:3], v.shape[3]))
+
+
+def _parts(heads: int, blocks: int, processors: int) -> int:
+    """The number of parts of the keys: two programs for each processor, of whole blocks.
+
+    >>> _parts(8, 16, 132), _parts(8, 1000, 132), _parts(512, 1000, 132), _parts(1, 3, 132)
+    (16, 34, 1, 3)
+    """
+    return max(min(-(-2 * processors // heads), blocks, 64), 1)
+
+
+def _strides(mask: Tensor | None, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (0, 0, 0, 0) if mask is None else tuple(mask.expand(shape).stride())
+
+
+def _power(n: int) -> int:
+    """The next power of two, at least the 16 that a tile has."""
+    return max(1 << (n - 1).bit_length(), 16)
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@cache
+def _kernels() -> Any:
+    from mdfuse.ir import few_rows_kernels  # Triton is not everywhere, and slow to import
+
+    return few_rows_kernels

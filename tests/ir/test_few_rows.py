@@ -1,0 +1,98 @@
+"""Attention of few rows by kernels of our own: which operands they take, and their numbers."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mdfuse.ir import calls, few_rows
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """The formula in f64; a row that is hidden entirely gives zeros."""
+    k, v = (x.double().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q.double() @ k.mT * scale
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf)
+    return scores.softmax(-1).nan_to_num(0) @ v
+
+
+#: q, k, mask (shape, dtype), and what differs; `v` is as `k`.
+USUAL: dict[str, Any] = {"q": (2, 8, 1, 64), "k": (2, 2, 40, 64), "mask": (2, 1, 1, 40)}
+CASES: dict[str, tuple[dict[str, Any], bool]] = {
+    "a token": ({}, True),
+    "no mask": ({"mask": None}, True),
+    "f32": ({"dtype": torch.float32}, True),
+    "f64": ({"dtype": torch.float64}, False),
+    "a mask of floats": ({"mask_dtype": torch.bfloat16}, False),
+    "one mask for all keys": ({"mask": (1, 1, 1, 1)}, False),
+    "16 rows": ({"q": (2, 8, 4, 64)}, True),
+    "20 rows": ({"q": (2, 8, 5, 64)}, False),
+    "no row": ({"q": (2, 8, 0, 64)}, False),
+    "no key": ({"k": (2, 2, 0, 64), "mask": None}, False),
+    "heads alone": ({"q": (2, 2, 3, 64), "enable_gqa": False}, True),
+    "heads that differ": ({"enable_gqa": False}, False),
+    "uneven heads": ({"q": (2, 5, 1, 64)}, False),
+    "no batch": ({"q": (8, 1, 64), "k": (2, 40, 64), "mask": None}, False),
+    "one batch of keys": ({"k": (1, 2, 40, 64)}, False),
+    "wide": ({"q": (2, 8, 1, 320), "k": (2, 2, 40, 320)}, False),
+    "causal": ({"is_causal": True, "mask": None}, False),
+    "with a gradient": ({"requires_grad": True}, False),
+    "on a processor": ({"device": "cpu"}, False),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_operands_that_fit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes, fits = CASES[name]
+    case = {"dtype": torch.bfloat16, "device": "cuda", "mask_dtype": torch.bool, **USUAL, **changes}
+    monkeypatch.setattr(few_rows, "_has_triton", lambda: True)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        how: Any = {"dtype": case["dtype"], "device": case["device"]}
+        q = torch.empty(case["q"], requires_grad=case.get("requires_grad", False), **how)
+        k, v = (torch.empty(case["k"], **how) for _ in "kv")
+        mask = case["mask"]
+        if mask is not None:
+            mask = torch.empty(mask, dtype=case["mask_dtype"], device=case["device"])
+        gqa = case.get("enable_gqa", True)
+        assert few_rows.fits(q, k, v, mask, case.get("is_causal", False), gqa) is fits
+        if fits:
+            y = calls.attend(q, k, v, mask, enable_gqa=gqa)
+            assert (y.shape, y.dtype, y.device) == ((*q.shape[:3], v.shape[3]), q.dtype, q.device)
+            monkeypatch.setattr(few_rows, "_has_triton", lambda: False)
+            assert not few_rows.fits(q, k, v, mask, False, gqa)
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_numbers(dtype: torch.dtype, seed: int) -> None:
+    """Odd sizes, any strides, rows without a key; hidden keys and values are NaN."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    batch, shared, groups = draw.choice([1, 2, 65]), draw.choice([1, 3, 8]), draw.choice([1, 3, 16])
+    rows = draw.randint(1, few_rows.ROWS // groups)
+    n, e = draw.choice([1, 17, 64, 300, 5000]), draw.choice([1, 40, 64, 80, 128, 256])
+    f, scale = draw.choice([e, 5, 192]), draw.choice([e**-0.5, 0.3])
+    q = torch.randn(batch, rows, shared * groups, e).to("cuda", dtype).transpose(1, 2)
+    k = torch.randn(n, batch, shared, e).to("cuda", dtype).permute(1, 2, 0, 3)
+    v = torch.randn(batch, shared, f, n).to("cuda", dtype).mT
+    shape = draw.choice([None, (batch, 1, 1, n), (1, shared * groups, rows, n), (1, 1, 1, n)])
+    mask = None if shape is None else torch.rand(shape, device="cuda") < draw.choice([0.0, 0.1, 1])
+    clean = k, v
+    if mask is not None:
+        hidden = ~mask.expand(batch, shared * groups, rows, n)
+        hidden = hidden.unflatten(1, (shared, groups)).all(3).all(2).unsqueeze(-1)
+        k, v = (x.masked_fill(hidden, math.nan) for x in clean)
+    assert few_rows.fits(q, k, v, mask, False, True)
+    y = calls.attend(q, k, v, mask, scale=scale, enable_gqa=True)
+    want = plain(q, *clean, mask, scale)
+    error = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+    assert y.dtype == dtype and bool(y.isfinite().all())
+    torch.testing.assert_close(y.double(), want, rtol=error, atol=error)
