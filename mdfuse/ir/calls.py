@@ -241,6 +241,12 @@ def attend(
             by = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
             result: Tensor = few_rows.attend(q, k, v, mask, by)
             return result
+        if few_rows.can_be_heads(q, k, v, mask, is_causal):
+            heads = few_rows.as_heads(q)
+            result = _F.scaled_dot_product_attention(
+                heads, k, v, mask, scale=scale, enable_gqa=True
+            )
+            return result.reshape(*q.shape[:3], v.shape[3])
         return _F.scaled_dot_product_attention(q, k, v, mask, **how)
     if not enable_gqa:
         lead = torch.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v)))

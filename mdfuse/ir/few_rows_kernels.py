@@ -40,13 +40,13 @@ def attend_part(
         if tl.max(is_seen.to(tl.int32), 0) > 0:
             at_k = k + b * kb + h * kh + key[None, :] * kn + es[:, None] * ke
             keys = tl.load(at_k, mask=is_seen[None, :] & (es < e)[:, None], other=0.0)
+            at_v = v + b * vb + h * vh + key[:, None] * vn + fs[None, :] * vf
+            some = tl.load(at_v, mask=is_seen[:, None] & (fs < f)[None, :], other=0.0)
             scores = tl.dot(query, keys, input_precision=PRECISION) * scale
             scores = tl.where(seen, scores, float("-inf"))
             new = tl.maximum(top, tl.max(scores, 1))
             shift = tl.where(new == float("-inf"), 0.0, new)
             powers, fade = tl.exp2(scores - shift[:, None]), tl.exp2(top - shift)
-            at_v = v + b * vb + h * vh + key[:, None] * vn + fs[None, :] * vf
-            some = tl.load(at_v, mask=is_seen[:, None] & (fs < f)[None, :], other=0.0)
             weighted = tl.dot(powers.to(some.dtype), some, input_precision=PRECISION)
             values = values * fade[:, None] + weighted
             total, top = total * fade + tl.sum(powers, 1), new
