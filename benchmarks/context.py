@@ -265,11 +265,10 @@ def check(case: Case, forms: Sequence[str]) -> dict[str, float]:
         for _ in range(2):  # the second one replays
             got = step(mine(x), mine(seed))
         right = [mine(want[0]), mine(want[1]), *want[2:]]
-        errors[name] = max(
-            float(norm(a.double() - b) / norm(b)) for a, b in zip(got, right, strict=True)
-        )
+        each = [float(norm(a.double() - b) / norm(b)) for a, b in zip(got, right, strict=True)]
+        errors[name] = max(each)
         if not errors[name] < _TOLERANCE[case.dtype]:
-            raise AssertionError(f"{name}: a relative error of {errors[name]:.2g}")
+            raise AssertionError(f"{name}: relative errors of {[f'{x:.2g}' for x in each]}")
     return errors
 
 

@@ -222,19 +222,13 @@ def reference(case: Case, what: str) -> list[Tensor]:
     return [case.mine(r) if n != 2 else r for n, r in enumerate(results)]
 
 
-def _error(name: str, got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
-    """Return the largest error.
-
-    Raises:
-        AssertionError: it is too large.
-    """
+def _errors(got: Sequence[Tensor], want: Sequence[Tensor]) -> list[float]:
+    """Return the error of each result, relative to its norm."""
     norm, errors = torch.linalg.vector_norm, list[float]()
     for a, b in zip(got, want, strict=True):
         size = float(norm(b.double()))
         errors.append(float(norm(a.double() - b)) / size if size else float(norm(a.double())))
-    if not max(errors) < _TOLERANCE:
-        raise AssertionError(f"{name}: relative errors of {[f'{e:.2g}' for e in errors]}")
-    return max(errors)
+    return errors
 
 
 # -- the run ---------------------------------------------------------------------------------------
@@ -256,9 +250,19 @@ def rows(
     calls = {"mdfuse": _ours(case, what)}
     calls |= {"hand": _by_hand(case, what, None)}
     calls |= {"hand-compiled": _by_hand(case, what, arguments.compiler)}
-    for name, call in calls.items():
+    for name, call in [*calls.items()]:
         call()  # the second one replays
-        world["errors"][f"{what}: {name}"] = _error(f"{what}, {name}", call(), want)
+        errors = _errors(call(), want)
+        worst = torch.tensor(max(errors), device=case.ranks.device)
+        torch.distributed.all_reduce(worst, torch.distributed.ReduceOp.MAX)  # ranks choose alike
+        world["errors"][f"{what}: {name}"] = max(errors)
+        if float(worst) < _TOLERANCE:
+            continue
+        said = f"{what}, {name}: relative errors of {[f'{e:.2g}' for e in errors]}"
+        if name in ("mdfuse", "hand"):
+            raise AssertionError(said)
+        del calls[name]  # torch 2.11 loses gradients of experts there: no time of wrong numbers
+        screen.output().print(f"left out: {said}", markup=False, soft_wrap=True)
     del want
     times = interleave(
         {name: Contender(call=call) for name, call in calls.items()},

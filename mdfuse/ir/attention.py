@@ -254,7 +254,8 @@ def _grad_of_tile(
         return _grad_of_blocks(_Scores(q, k, mask, is_causal, scale), v, out, sums, ct)
     cotangent, sums, *given = _as_heads(ct, sums.unsqueeze(-1), q, k, v, out)
     bias = _as_bias(mask, q, k)
-    grads = kernels[1](cotangent, (*given, sums.squeeze(-1)), bias, is_causal, scale)
+    sums = sums.squeeze(-1).contiguous()  # kernels of GPUs read them without their strides
+    grads = kernels[1](cotangent, (*given, sums), bias, is_causal, scale)
     dq, dk, dv = (x.reshape(like.shape) for x, like in zip(grads, (q, k, v), strict=True))
     return dq, dk, dv
 

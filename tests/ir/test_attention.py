@@ -174,6 +174,32 @@ class Largest(TorchDispatchMode):
         return made
 
 
+class Sums(TorchDispatchMode):
+    """Notes the strides of the sums that a library's gradients take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.strides: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+            self.strides.append(args[5].stride())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("runs", [[(0, 16), (48, 64)], [(16, 48)], [(0, 32)]])
+def test_gradients_of_tiles_take_sums_side_by_side(runs: list[tuple[int, int]]) -> None:
+    """Kernels of GPUs read them so, whatever their strides say."""
+    n, how = sum(b - a for a, b in runs), {"is_causal": True, "rows": runs}
+    q, k, v = drawn((1, 2, n, 8), (1, 2, 64, 8), (1, 2, 64, 8), dtype=torch.float32)
+    out, sums = attend(q, k, v, **how)
+    with Sums() as noted:
+        attend_grad(q, k, v, out, sums, torch.ones_like(out), **how)
+    assert noted.strides
+    for strides in noted.strides:
+        assert strides[0] == 2 * strides[1] and strides[2] == 1 and strides[1] <= n // len(runs)
+
+
 def test_no_scores_are_kept() -> None:
     """The largest tensor that blocks make grows with the rows, not with their square."""
     most = []

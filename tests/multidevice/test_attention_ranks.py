@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from ir.test_attention import CASES, drawn, plain
@@ -33,6 +35,31 @@ def test_kernels(name: str, dtype: torch.dtype, has_mask: bool, comm: mf.Communi
         found = attend_grad(*operands, out, made[1], given, there, **how)
         for x, y in zip((*made, *found), (want, sums, *grads), strict=True):
             torch.testing.assert_close(x.double().cpu(), y.detach(), rtol=far, atol=far)
+
+
+@pytest.mark.parametrize("runs", [[(0, 32), (96, 128)], [(32, 96)], [(5, 40), (77, 101)]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_in_runs(
+    dtype: torch.dtype, runs: list[tuple[int, int]], comm: mf.Communicator
+) -> None:
+    """Rows in zigzag order, whose tiles cut the sums of all rows."""
+    at = torch.cat([torch.arange(*run) for run in runs])
+    whole = drawn((2, 8, 128, 64), (2, 2, 128, 64), (2, 2, 128, 64), dtype=dtype)
+    leaves = [x.double().requires_grad_() for x in whole]
+    want, sums = (x[:, :, at] for x in plain(*leaves, None, is_causal=True, enable_gqa=True))
+    (ct,) = drawn(tuple(want.shape), dtype=dtype)
+    grads = torch.autograd.grad((want * ct).sum(), leaves)
+    q, k, v = (x.to(comm.device) for x in whole)
+    how: Any = {"is_causal": True, "enable_gqa": True, "rows": runs}
+    q = q[:, :, at.to(q.device)]
+    out, of_out = attend(q, k, v, **how)
+    of_q, *others = attend_grad(q, k, v, out, of_out, ct.to(comm.device), **how)
+    far = 2e-5 if dtype == torch.float32 else 4e-2
+    pairs = zip(
+        (out, of_out, of_q, *others), (want, sums, grads[0][:, :, at], *grads[1:]), strict=True
+    )
+    for x, y in pairs:
+        torch.testing.assert_close(x.double().cpu(), y.detach(), rtol=far, atol=far)
 
 
 def lying(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
