@@ -207,8 +207,9 @@ class Options:
             for name, values, why in rows if getattr(self, option) == chosen else ():
                 value = getattr(self, name)
                 if value not in values:
+                    beside = f'"{chosen}"' if isinstance(chosen, str) else chosen
                     raise ProgramError(
-                        f"{name}={shown(value, _SHOWN)} with {option}={chosen!r}",
+                        f"{name}={shown(value, _SHOWN)} with {option}={beside}",
                         because=f"{rule}: {why}",
                         hint=f"{name}={values[0]!r}",
                     )
