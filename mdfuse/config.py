@@ -203,47 +203,41 @@ class Options:
                     hint=f"the default is {default!r}",
                 )
         backend_choice(self.backend)
-        if self.graph == "always" and self.trace is not None:
-            raise ProgramError(
-                f'trace={shown(self.trace, _SHOWN)} with graph="always"',
-                because="the host notes the times, which no CUDA graph can hold",
-                hint='graph="auto"',
-            )
-        if self.graph == "always" and self.ranges != "none":
-            raise ProgramError(
-                f'ranges={shown(self.ranges, _SHOWN)} with graph="always"',
-                because="the host begins and ends them, which no CUDA graph can hold",
-                hint='graph="auto"',
-            )
-        self._check_same_bits()
-        if self.graph == "always" and self.check_indices:
-            raise ProgramError(
-                'check_indices=True with graph="always"',
-                because="the host looks at the indices, which no CUDA graph can hold",
-                hint='graph="auto"',
-            )
-
-    def _check_same_bits(self) -> None:
-        """Refuse, beside same_bits, what runs of leaves do not have."""
-        for name, others, why in _NOT_ON_LEAVES if self.same_bits else ():
-            value = getattr(self, name)
-            if value not in others:
-                raise ProgramError(
-                    f"{name}={shown(value, _SHOWN)} with same_bits=True",
-                    because=f"a rank computes its leaves step by step: {why}",
-                    hint=f"{name}={others[0]!r}",
-                )
+        for option, chosen, rule, rows in _EXCLUDED:
+            for name, values, why in rows if getattr(self, option) == chosen else ():
+                value = getattr(self, name)
+                if value not in values:
+                    beside = f'"{chosen}"' if isinstance(chosen, str) else chosen
+                    raise ProgramError(
+                        f"{name}={shown(value, _SHOWN)} with {option}={beside}",
+                        because=f"{rule}: {why}",
+                        hint=f"{name}={values[0]!r}",
+                    )
 
 
-#: Option, the values that it may have beside same_bits, and the reason.
-_NOT_ON_LEAVES: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("graph", ("auto", "never"), "no CUDA graph is made"),
-    ("compile", ("auto", "never"), "a compiled unit may add up in another order"),
-    ("overlap", ("never", "auto"), "nothing is computed in chunks to hide communication"),
-    ("sizes", (None,), "its parts have numbers of rows, which a run does not choose"),
-    ("trace", (None,), "the times of leaves are not noted"),
-    ("ranges", ("none",), "the steps of leaves are not noted"),
-)
+#: Option, its value, the reason why it excludes others, and for each of these: its name, the values
+#: that it may have, and the reason.
+_EXCLUDED: tuple[tuple[str, Any, str, tuple[tuple[str, tuple[Any, ...], str], ...]], ...] = (
+    (
+        "graph", "always", "no CUDA graph can hold work of the host",
+        (
+            ("trace", (None,), "it notes the times"),
+            ("ranges", ("none",), "it begins and ends them"),
+            ("check_indices", (False,), "it looks at the indices"),
+        ),
+    ),
+    (
+        "same_bits", True, "a rank computes its leaves step by step",
+        (
+            ("graph", ("auto", "never"), "no CUDA graph is made"),
+            ("compile", ("auto", "never"), "a compiled unit may add up in another order"),
+            ("overlap", ("never", "auto"), "nothing is computed in chunks to hide communication"),
+            ("sizes", (None,), "its parts have numbers of rows, which a run does not choose"),
+            ("trace", (None,), "the times of leaves are not noted"),
+            ("ranges", ("none",), "the steps of leaves are not noted"),
+        ),
+    ),
+)  # fmt: skip
 
 #: As many bytes as a layer has.
 LAYER = "layer"
@@ -358,61 +352,46 @@ def _flag(text: str) -> bool:
     return text == "1"
 
 
-#: Every variable that mdfuse reads: name -> (option, parser, help).
-VARIABLES: dict[str, tuple[str, Any, str]] = {
-    "MDFUSE_BACKEND": (
-        "backend",
+#: Option that a variable sets -> parser, help.
+_READ: dict[str, tuple[Any, str]] = {
+    "backend": (
         str,
         "backend to use: auto, gloo, nccl, ucc, mpi, ucx, symmetric, null; then axis=backend",
     ),
-    "MDFUSE_STREAMS": ("streams", _count, "number of streams of a streamed lowering"),
-    "MDFUSE_STREAM_POLICY": ("stream_policy", str, "auto, round_robin or copy_compute"),
-    "MDFUSE_GRAPH": ("graph", str, "CUDA graphs: auto, always or never"),
-    "MDFUSE_COMPILE": ("compile", str, "compiled local work: auto, always or never"),
-    "MDFUSE_BUCKET_BYTES": (
-        "bucket_bytes",
+    "streams": (_count, "number of streams of a streamed lowering"),
+    "stream_policy": (str, "auto, round_robin or copy_compute"),
+    "graph": (str, "CUDA graphs: auto, always or never"),
+    "compile": (str, "compiled local work: auto, always or never"),
+    "bucket_bytes": (
         _size,
         "bytes of values that are gathered or reduced together; layer is the default",
     ),
-    "MDFUSE_PREFETCH_BYTES": (
-        "prefetch_bytes",
-        _size,
-        "bytes that are received ahead of their place; layer is the default",
-    ),
-    "MDFUSE_SAME_BITS": (
-        "same_bits",
-        _flag,
-        "1: results have the same bits on 1 to 8 ranks along each axis, else 0",
-    ),
-    "MDFUSE_LOGITS_BYTES": (
-        "logits_bytes",
+    "prefetch_bytes": (_size, "bytes that are received ahead of their place; layer is the default"),
+    "same_bits": (_flag, "1: results have the same bits on 1 to 8 ranks along each axis, else 0"),
+    "logits_bytes": (
         _count,
         "bytes of logits that are computed together; 268435456 is the default, 0 for all",
     ),
-    "MDFUSE_CONTEXT": (
-        "context",
-        str,
-        "attention whose positions are split: auto, gather, heads or ring",
-    ),
-    "MDFUSE_OVERLAP": (
-        "overlap",
+    "context": (str, "attention whose positions are split: auto, gather, heads or ring"),
+    "overlap": (
         str,
         "whether products and communications overlap by themselves: never, auto or measure",
     ),
-    "MDFUSE_COSTS": ("costs", str, "table of costs for it: here, h100, unit, or a JSON file"),
-    "MDFUSE_PLANS": ("plans", _count, "how many plans an evaluator keeps"),
-    "MDFUSE_FAST_LANE": ("fast_lane", str, "posts through nccl4py: auto, never or always"),
-    "MDFUSE_VERIFY": ("verify", _flag, "0: a rank checks its own program only; 1 is the default"),
-    "MDFUSE_TIMEOUT_S": ("timeout_s", _seconds, "deadline of a communication, seconds"),
-    "MDFUSE_POISON": ("poison", _flag, "1 fills new buffers with NaN, 0 is the default"),
-    "MDFUSE_CHECK_INDICES": (
-        "check_indices",
-        _flag,
-        "1 checks the indices of embedding, else 0",
-    ),
-    "MDFUSE_TRACE": ("trace", str, "folder into which each rank writes when it did what"),
-    "MDFUSE_RANGES": ("ranges", str, "ranges for profilers: none, torch or nvtx"),
-    "MDFUSE_REPORTS": ("reports", str, "folder for reports of communications that broke or hang"),
+    "costs": (str, "table of costs for it: here, h100, unit, or a JSON file"),
+    "plans": (_count, "how many plans an evaluator keeps"),
+    "fast_lane": (str, "posts through nccl4py: auto, never or always"),
+    "verify": (_flag, "0: a rank checks its own program only; 1 is the default"),
+    "timeout_s": (_seconds, "deadline of a communication, seconds"),
+    "poison": (_flag, "1 fills new buffers with NaN, 0 is the default"),
+    "check_indices": (_flag, "1 checks the indices of embedding, else 0"),
+    "trace": (str, "folder into which each rank writes when it did what"),
+    "ranges": (str, "ranges for profilers: none, torch or nvtx"),
+    "reports": (str, "folder for reports of communications that broke or hang"),
+}
+
+#: Every variable that mdfuse reads: name -> (option, parser, help).
+VARIABLES: dict[str, tuple[str, Any, str]] = {
+    f"MDFUSE_{option.upper()}": (option, *row) for option, row in _READ.items()
 }
 
 

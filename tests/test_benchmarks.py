@@ -44,6 +44,16 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def written(folder: Path, script: str, *arguments: str, ranks: int = 1) -> Any:
+    """The file that a benchmark writes on some ranks; it ends well."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
+    started = (*torchrun, "--nproc-per-node", str(ranks)) if ranks > 1 else ()
+    path = str(ROOT / "benchmarks" / script)
+    done = run(folder, *started, path, *arguments, "--output", "a.json")
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "a.json").read_text())
+
+
 Ended = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -62,7 +72,7 @@ def ended_at_once(
         gradients, threads = torch.is_grad_enabled(), torch.get_num_threads()
         try:
             with pytest.raises(SystemExit) as ended:
-                runpy.run_path(script, run_name="__main__")
+                runpy.run_path(str(ROOT / "benchmarks" / script), run_name="__main__")
         finally:  # what a process would have taken with it
             torch.set_grad_enabled(gradients)
             torch.set_num_threads(threads)
@@ -99,10 +109,7 @@ def test_host_latency_stores_every_row(tmp_path: Path) -> None:
 
 def test_lowering_stores_each_stage(tmp_path: Path) -> None:
     """Each stage takes time although the same stack was lowered before: nothing is found again."""
-    script = str(ROOT / "benchmarks" / "lowering.py")
-    done = run(tmp_path, script, "--layers", "1,1", "--rounds", "2", "--output", "result.json")
-    assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "result.json").read_text())["rows"]
+    rows = written(tmp_path, "lowering.py", "--layers", "1,1", "--rounds", "2")["rows"]
     times = {row["name"].split(",")[0]: row["rounds"]["ours"] for row in rows}
     assert {"define", "compile", "verify", "first run"} <= times.keys()
     assert min(times["define"] + times["compile"]) > 1e6  # ns; a program found again takes 0.02 ms
@@ -145,20 +152,14 @@ def test_rows_that_are_not_there(rows: str, tmp_path: Path) -> None:
 
 
 def test_it_explains_itself(ended_at_once: Ended) -> None:
-    done = ended_at_once(str(ROOT / "benchmarks" / "host_latency.py"), "--help")
+    done = ended_at_once("host_latency.py", "--help")
     assert done.returncode == 0, done.stderr
     assert "docs/measured.md" in done.stdout and "--rows" in done.stdout
 
 
-BACKENDS = str(ROOT / "benchmarks" / "backends.py")
-
-
 def test_backends_are_compared(tmp_path: Path) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
-    arguments = ("gloo", "ucx", "--bytes", "64", "400", "--rounds", "3", "--output", "a.json")
-    done = run(tmp_path, *torchrun, "--nproc-per-node", "2", BACKENDS, *arguments)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "a.json").read_text())["rows"]
+    few = ("--bytes", "64", "400", "--rounds", "3")
+    rows = written(tmp_path, "backends.py", "gloo", "ucx", *few, ranks=2)["rows"]
     assert [row["name"] for row in rows[::2]] == [
         f"{kind}: ucx" for kind in ("Allreduce", "Allgather", "AllToAll", "Exchange")
     ]
@@ -166,31 +167,25 @@ def test_backends_are_compared(tmp_path: Path) -> None:
 
 
 def test_one_rank_has_nobody_to_communicate_with(ended_at_once: Ended) -> None:
-    done = ended_at_once(BACKENDS, "gloo", "ucx")
+    done = ended_at_once("backends.py", "gloo", "ucx")
     assert done.returncode == 1 and "one rank has nobody" in done.stderr
 
 
 def test_one_backend_alone_is_no_comparison(ended_at_once: Ended) -> None:
-    done = ended_at_once(BACKENDS, "gloo")
+    done = ended_at_once("backends.py", "gloo")
     assert done.returncode == 2 and "name two backends, or more" in done.stderr
 
 
-LAYERS = str(ROOT / "benchmarks" / "layers.py")
-TRAINING = str(ROOT / "benchmarks" / "training.py")
 ON_CPUS = ("--device", "cpu", "--small", "--compiler", "aot_eager", "--rounds", "2")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_layers_agree_with_float64(tmp_path: Path, ranks: int) -> None:
     """The benchmark ends with an error where a contender is wrong."""
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
-    started = (*torchrun, "--nproc-per-node", str(ranks)) if ranks > 1 else ()
     models = ("llama3-8b", "gpt3-175b" if ranks > 1 else "minilm")
     phases = ("prefill",) if ranks > 1 else ("prefill", "decode")
-    chosen = ("--model", *models, "--output", "a.json", *(("--phase", *phases) * (ranks > 1)))
-    done = run(tmp_path, *started, LAYERS, *ON_CPUS, *chosen)
-    assert done.returncode == 0, done.stderr
-    file = json.loads((tmp_path / "a.json").read_text())
+    chosen = ("--model", *models, *(("--phase", *phases) * (ranks > 1)))
+    file = written(tmp_path, "layers.py", *ON_CPUS, *chosen, ranks=ranks)
     assert file["world"]["ranks"] == ranks and not file["world"]["left_out"]
     layers = {row["name"].partition(":")[0] for row in file["rows"]}
     assert layers == {f"{m}, {p}" for m in models for p in phases} - {"minilm, decode"}
@@ -206,9 +201,7 @@ def test_layers_agree_with_float64(tmp_path: Path, ranks: int) -> None:
 
 def test_training_steps_agree_with_float64(tmp_path: Path) -> None:
     """The benchmark ends with an error where a contender's step is wrong."""
-    done = run(tmp_path, TRAINING, *ON_CPUS, "--model", "llama3-8b", "minilm", "--output", "a.json")
-    assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "a.json").read_text())["rows"]
+    rows = written(tmp_path, "training.py", *ON_CPUS, "--model", "llama3-8b", "minilm")["rows"]
     names = [(row["name"], row["alternative"]) for row in rows]
     for model in ("llama3-8b", "minilm"):
         for peer in ("eager", "compiled"):
@@ -227,11 +220,8 @@ def test_training_steps_on_ranks_agree_with_float64(
     tmp_path: Path, style: str, layers: int, peers: list[str]
 ) -> None:
     """So do those of `DistributedDataParallel`, and those with all-reduces by hand."""
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
-    started = (*torchrun, "--nproc-per-node", "2", TRAINING, *ON_CPUS, "--parallel", style)
-    done = run(tmp_path, *started, "--layers", str(layers), "--output", "a.json")
-    assert done.returncode == 0, done.stderr
-    stored = json.loads((tmp_path / "a.json").read_text())
+    chosen = ("--parallel", style, "--layers", str(layers))
+    stored = written(tmp_path, "training.py", *ON_CPUS, *chosen, ranks=2)
     assert (stored["world"]["ranks"], stored["world"]["layers"]) == (2, layers)
     assert not stored["world"]["left_out"]
     times = [row for row in stored["rows"] if row["name"].endswith("time")]
@@ -243,7 +233,7 @@ def test_training_steps_on_ranks_agree_with_float64(
 
 
 def test_one_rank_shares_no_step(ended_at_once: Ended) -> None:
-    done = ended_at_once(TRAINING, *ON_CPUS, "--parallel", "dp")
+    done = ended_at_once("training.py", *ON_CPUS, "--parallel", "dp")
     assert done.returncode == 1 and "--parallel tp is for several ranks" in done.stderr
 
 
@@ -257,11 +247,8 @@ def test_one_rank_shares_no_step(ended_at_once: Ended) -> None:
 def test_layers_that_cannot_be_measured(
     ended_at_once: Ended, arguments: tuple[str, ...], words: str
 ) -> None:
-    done = ended_at_once(LAYERS, *ON_CPUS, *arguments)
+    done = ended_at_once("layers.py", *ON_CPUS, *arguments)
     assert done.returncode == 1 and words in done.stderr
-
-
-WHOLE = str(ROOT / "benchmarks" / "whole_models.py")
 
 
 @pytest.mark.parametrize(
@@ -272,13 +259,9 @@ def test_whole_models_train_as_their_peers(
     tmp_path: Path, style: str, recompute: str, peer: str
 ) -> None:
     """Losses of several steps are alike, also where layers are computed again."""
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
     small = ("--device", "cpu", "--small", "--compiler", "eager", "--layers", "1", "--tokens", "16")
     few = ("--rounds", "2", "--losses", "4", "--no-warm", "--recompute", recompute)
-    started = (*torchrun, "--nproc-per-node", "2", WHOLE, *small, *few, "--rows", style)
-    done = run(tmp_path, *started, "--output", "a.json")
-    assert done.returncode == 0, done.stderr
-    stored = json.loads((tmp_path / "a.json").read_text())
+    stored = written(tmp_path, "whole_models.py", *small, *few, "--rows", style, ranks=2)
     names = [(row["name"], row["alternative"]) for row in stored["rows"]]
     whats = ("time of a step", "start, cold", "losses of 4 steps")
     cases = [f"{style}=2", *([f"{style}=2, recompute"] if recompute == "both" else [])]
@@ -293,14 +276,8 @@ def test_whole_models_train_as_their_peers(
 
 
 def test_one_rank_trains_no_split_model(ended_at_once: Ended) -> None:
-    done = ended_at_once(WHOLE, "--device", "cpu", "--small", "--rows", "alone,fsdp,tp")
+    done = ended_at_once("whole_models.py", "--device", "cpu", "--small", "--rows", "alone,fsdp,tp")
     assert done.returncode == 1 and "rows fsdp, tp: on 1 rank there are alone" in done.stderr
-
-
-TWO_RANKS = (
-    *("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"),
-    *("--nproc-per-node", "2"),
-)
 
 
 #: Script -> its arguments, and the names of its rows with their alternatives.
@@ -323,17 +300,13 @@ def test_split_layers_give_the_values_of_whole_ones(tmp_path: Path, script: str)
     """The scripts themselves compare all contenders with f64."""
     arguments, names, errors = SPLIT[script]
     small = ("--device", "cpu", "--small", "--compiler", "eager", "--rounds", "2")
-    path = str(ROOT / "benchmarks" / script)
-    done = run(tmp_path, *TWO_RANKS, path, *small, *arguments, "--output", "a.json")
-    assert done.returncode == 0, done.stderr
-    stored = json.loads((tmp_path / "a.json").read_text())
+    stored = written(tmp_path, script, *small, *arguments, ranks=2)
     assert {(row["name"], row["alternative"]) for row in stored["rows"]} == names
     assert stored["world"]["errors"].keys() == errors
 
 
-OVERLAP = str(ROOT / "benchmarks" / "overlap.py")
 SHAPES = ("AG+MM 64 x 16 x 24", "MM+RS 64 x 16 x 24")
-OVERLAP_ON_CPUS = ("--device", "cpu", "--small", "--rounds", "2", "--output", "a.json")
+SMALL = ("--device", "cpu", "--small", "--rounds", "2")
 
 
 def check_ideal(rows: list[dict[str, Any]], moved: str, others: set[str]) -> None:
@@ -352,9 +325,7 @@ def check_ideal(rows: list[dict[str, Any]], moved: str, others: set[str]) -> Non
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_overlap_beside_copies(tmp_path: Path, ranks: int) -> None:
     """The benchmark ends with an error where a product in chunks is wrong."""
-    done = run(tmp_path, OVERLAP, *OVERLAP_ON_CPUS, "--of", str(ranks))
-    assert done.returncode == 0, done.stderr
-    stored = json.loads((tmp_path / "a.json").read_text())
+    stored = written(tmp_path, "overlap.py", *SMALL, "--of", str(ranks))
     assert stored["world"]["stands for rank 0 of"] == ranks and stored["world"]["eager"] == []
     by_hand = {"by hand"} if ranks == 2 else set[str]()
     check_ideal(stored["rows"], "copies", {"by itself"} | by_hand)
@@ -365,11 +336,8 @@ def test_overlap_beside_copies(tmp_path: Path, ranks: int) -> None:
 
 @pytest.mark.parametrize("backend", ["gloo", "symmetric"])
 def test_overlap_on_ranks(tmp_path: Path, backend: str) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
-    started = (*torchrun, "--nproc-per-node", "2", OVERLAP, *OVERLAP_ON_CPUS)
-    done = run(tmp_path, *started, "--backend", backend, "--compiler", "aot_eager")
-    assert done.returncode == 0, done.stderr
-    stored = json.loads((tmp_path / "a.json").read_text())
+    chosen = ("--backend", backend, "--compiler", "aot_eager")
+    stored = written(tmp_path, "overlap.py", *SMALL, *chosen, ranks=2)
     assert stored["world"]["backend"] == backend and not stored["world"]["left_out"]
     assert stored["world"]["eager"] == []
     check_ideal(stored["rows"], "communication", {"gloo", "compiled"})
@@ -377,10 +345,7 @@ def test_overlap_on_ranks(tmp_path: Path, backend: str) -> None:
 
 def test_host_times_of_stand_ins(tmp_path: Path) -> None:
     """Graphs that do nothing: a run takes longer than they do."""
-    started = str(ROOT / "benchmarks" / "replays.py"), "--device", "cpu"
-    done = run(tmp_path, *started, "--rounds", "2", "--output", "a.json")
-    assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "a.json").read_text())["rows"]
+    rows = written(tmp_path, "replays.py", "--device", "cpu", "--rounds", "2")["rows"]
     assert [row["sizes"] for row in rows] == ["12 inputs", "59 inputs", "26 inputs"]
     for row in rows:
         assert min(row["rounds"]["ours"]) > max(row["rounds"]["against"])
@@ -388,10 +353,7 @@ def test_host_times_of_stand_ins(tmp_path: Path) -> None:
 
 def test_serving_beside_its_peers(tmp_path: Path) -> None:
     """The script judges tokens of both sides by logits in float64, and layers by their values."""
-    small = ("--device", "cpu", "--small", "--rounds", "2", "--output", "a.json")
-    done = run(tmp_path, str(ROOT / "benchmarks" / "serving.py"), *small)
-    assert done.returncode == 0, done.stderr
-    stored = json.loads((tmp_path / "a.json").read_text())
+    stored = written(tmp_path, "serving.py", *SMALL)
     names = {row["name"]: row["alternative"] for row in stored["rows"]}
     assert names == {
         "decode: a token": "reduce-overhead",
@@ -409,23 +371,16 @@ def test_serving_beside_its_peers(tmp_path: Path) -> None:
 
 
 def test_serving_has_rows(ended_at_once: Ended) -> None:
-    done = ended_at_once(str(ROOT / "benchmarks" / "serving.py"), "--rows", "decode,luck")
+    done = ended_at_once("serving.py", "--rows", "decode,luck")
     assert done.returncode == 1 and "rows luck: there are decode, together" in done.stderr
-
-
-PIPELINES = str(ROOT / "benchmarks" / "pipelines.py")
 
 
 @pytest.mark.parametrize("what", ["naps", "layers"])
 def test_pipelines_beside_tables_and_torch(tmp_path: Path, what: str) -> None:
     """The benchmark ends with an error where a result is wrong."""
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
-    started = (*torchrun, "--nproc-per-node", "2", PIPELINES, what, "--device", "cpu", "--small")
-    few = ("--rounds", "2", "--schedules", "gpipe,interleaved,zb1p", "--compiler", "eager")
-    few = (*few, "--costs", "h100", "--output", "a.json")
-    done = run(tmp_path, *started, *few, "--microbatches", "2" if what == "layers" else "4")
-    assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "a.json").read_text())["rows"]
+    few = ("--schedules", "gpipe,interleaved,zb1p", "--compiler", "eager", "--costs", "h100")
+    few = (*few, "--microbatches", "2" if what == "layers" else "4")
+    rows = written(tmp_path, "pipelines.py", what, *SMALL, *few, ranks=2)["rows"]
     found = {(row["name"], row["alternative"]): row["rounds"] for row in rows}
     if (
         what == "naps"
@@ -601,10 +556,15 @@ def test_times_to_draw(tmp_path: Path, layers_models: Any) -> None:
     assert plot.times([tmp_path / "a.json"]) == {"a, decode\n4 rows": {"mdfuse": 2, "graph": 1}}
 
 
-def stored(name: str) -> dict[str, dict[str, Any]]:
-    """The rows of a result that the repository keeps, by name."""
+def results(name: str, key: str = "alternative") -> dict[tuple[str, str], dict[str, Any]]:
+    """The rows of a result that the repository keeps, by name and what they are beside."""
     file = ROOT / "benchmarks" / "results" / f"{name}.json"
-    return {row["name"]: row for row in json.loads(file.read_text())["rows"]}
+    return {(row["name"], row[key]): row for row in json.loads(file.read_text())["rows"]}
+
+
+def stored(name: str) -> dict[str, dict[str, Any]]:
+    """These rows by name alone."""
+    return {what: row for (what, _), row in results(name).items()}
 
 
 def shown(*heading: str) -> list[list[str]]:
@@ -621,6 +581,21 @@ def time_of(text: str) -> float:
     return float(number) * {"µs": 1e3, "ms": 1e6}[unit]
 
 
+def is_time(text: str, figure: dict[str, Any]) -> bool:
+    return bool(time_of(text) == pytest.approx(figure["median"], rel=0.005))
+
+
+def is_ratio(cell: str, row: dict[str, Any], off: float = 0.0006) -> bool:
+    """Whether a cell begins with the median of a ratio."""
+    return bool(float(cell.split()[0]) == pytest.approx(row["figure"]["median"], abs=off))
+
+
+def is_told(cell: str, row: dict[str, Any], off: float = 0.0006) -> bool:
+    """Whether a cell has the median and the quartiles of a ratio."""
+    wanted = [row["figure"][key] for key in ("median", "low", "high")]
+    return [float(x) for x in re.findall(r"[\d.]+", cell)] == pytest.approx(wanted, abs=off)
+
+
 def test_host_times_that_the_page_shows() -> None:
     loop = "8 x (all-gather, matmul, reduce-scatter)"
     names = {"replayed": f"replayed, {{}}: {loop}", "run": loop}
@@ -629,10 +604,9 @@ def test_host_times_that_the_page_shows() -> None:
     for name, what, ours, against, ratio in rows:
         kind, _, measure = what.partition(", ")
         row = stored(f"host_latency-{name}")[names[kind].format(measure)]
-        assert time_of(ours) == pytest.approx(row["ours"]["median"], rel=0.005)
-        assert time_of(against) == pytest.approx(row["against"]["median"], rel=0.005)
-        figures = [row["figure"][quartile] for quartile in ("median", "low", "high")]
-        assert [float(x) for x in re.findall(r"[\d.]+", ratio)] == pytest.approx(figures, abs=0.006)
+        assert is_time(ours, row["ours"])
+        assert is_time(against, row["against"])
+        assert is_told(ratio, row, 0.006)
 
 
 def test_what_seeing_costs_on_the_page() -> None:
@@ -644,17 +618,16 @@ def test_what_seeing_costs_on_the_page() -> None:
         for kind, cell in zip(("traced", "ranges"), added, strict=True):
             row = file[f"{name}, {kind}: added per instruction"]
             assert row["sizes"] == count
-            assert float(cell.split()[0]) == pytest.approx(row["figure"]["median"], abs=0.006)
+            assert is_ratio(cell, row, 0.006)
         each = file[f"{name}, traced: added per instruction"]
         assert time_of(plain) == pytest.approx(each["against"]["median"] / each["per"], abs=6)
     for what, of, time in shown("processor time"):
         assert file[what]["sizes"] == of
-        assert time_of(time) == pytest.approx(file[what]["ours"]["median"], rel=0.005)
+        assert is_time(time, file[what]["ours"])
 
 
 def test_what_verification_takes_on_the_page() -> None:
-    file = ROOT / "benchmarks" / "results" / "lowering.json"
-    found = {(row["name"], row["sizes"]): row for row in json.loads(file.read_text())["rows"]}
+    found = results("lowering", "sizes")
     rows = shown("verified", "defined and lowered")
     assert len(rows) == sum("against lowering" in name for name, _ in found)
     for what, ours, against, ratio in rows:
@@ -662,15 +635,11 @@ def test_what_verification_takes_on_the_page() -> None:
         row = found[f"verify, against lowering: {name}", count]
         assert time_of(ours) == pytest.approx(row["ours"]["median"], abs=6e4)
         assert time_of(against) == pytest.approx(row["against"]["median"], abs=6e4)
-        figures = [row["figure"][quartile] for quartile in ("median", "low", "high")]
-        assert [float(x) for x in re.findall(r"[\d.]+", ratio)] == pytest.approx(figures, abs=0.006)
+        assert is_told(ratio, row, 0.006)
 
 
 def test_what_same_bits_cost_is_measured(tmp_path: Path) -> None:
-    script = str(ROOT / "benchmarks" / "same_bits.py")
-    done = run(tmp_path, script, "--quick", "--output", "a.json")
-    assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "a.json").read_text())["rows"]
+    rows = written(tmp_path, "same_bits.py", "--quick")["rows"]
     names = [row["name"] for row in rows]
     assert names[0] == "forward on 1 rank" and names[2] == "a step of training on 1 rank"
     assert [row["ours"]["median"] for row in rows[1::2]] == [0.0, 0.0]
@@ -678,10 +647,7 @@ def test_what_same_bits_cost_is_measured(tmp_path: Path) -> None:
 
 
 def test_what_seeing_costs_is_measured(tmp_path: Path) -> None:
-    script = str(ROOT / "benchmarks" / "tracing.py")
-    done = run(tmp_path, script, "--quick", "--output", "a.json")
-    assert done.returncode == 0, done.stderr
-    names = [row["name"] for row in json.loads((tmp_path / "a.json").read_text())["rows"]]
+    names = [row["name"] for row in written(tmp_path, "tracing.py", "--quick")["rows"]]
     for words in ("chain, traced", "chain, ranges", "posting, traced", "timeline", "report"):
         assert [name for name in names if name.startswith(words)], words
 
@@ -700,10 +666,9 @@ def test_predicted_times_that_the_page_shows(name: str, header: str) -> None:
     for name, of, predicted, measured, ratio in rows:
         row = file[name]
         assert of == row["sizes"]
-        assert time_of(predicted) == pytest.approx(row["ours"]["median"], rel=0.005)
-        assert time_of(measured) == pytest.approx(row["against"]["median"], rel=0.005)
-        figures = [row["figure"][quartile] for quartile in ("median", "low", "high")]
-        assert [float(x) for x in re.findall(r"[\d.]+", ratio)] == pytest.approx(figures, abs=0.006)
+        assert is_time(predicted, row["ours"])
+        assert is_time(measured, row["against"])
+        assert is_told(ratio, row, 0.006)
 
 
 def test_predicted_times_stand_beside_measured_ones(tmp_path: Path) -> None:
@@ -716,11 +681,8 @@ def test_predicted_times_stand_beside_measured_ones(tmp_path: Path) -> None:
         mean_error=0.5, p95_error=0.5, held_out={"mlp": (1.0, 2.0)},
     )  # fmt: skip
     (tmp_path / "table.json").write_text(table.as_json())
-    script, given = str(ROOT / "benchmarks" / "costs.py"), ("--costs", "table.json")
-    small = ("--device", "cpu", "--small", "--rounds", "2", "--model", "minilm", "--kinds")
-    done = run(tmp_path, script, *given, *small, "--output", "a.json")
-    assert done.returncode == 0, done.stderr
-    file = json.loads((tmp_path / "a.json").read_text())
+    chosen = ("--costs", "table.json", "--model", "minilm", "--kinds")
+    file = written(tmp_path, "costs.py", *SMALL, *chosen)
     assert file["world"]["held_out"] == {"mlp": [1.0, 2.0]}
     assert "off by 50% on average" in file["world"]["table"] and file["world"]["eager"] == []
     (row,) = file["rows"]
@@ -739,7 +701,7 @@ def test_posts_that_the_page_shows() -> None:
     rows = shown("way to post")
     for name, (_, median) in zip(names, rows, strict=True):
         row = stored("posting_lanes-nccl-2")[f"all-gather: {name}"]
-        assert time_of(median) == pytest.approx(row["ours"]["median"], rel=0.005)
+        assert is_time(median, row["ours"])
 
 
 def test_definitions_that_the_page_shows() -> None:
@@ -758,22 +720,20 @@ def in_turns(found: Mapping[tuple[str, str], dict[str, Any]], layer: str) -> flo
 
 
 def test_layers_that_the_page_shows() -> None:
-    file = json.loads((ROOT / "benchmarks" / "results" / "layers-h100.json").read_text())
-    found = {(row["name"], row["alternative"]): row for row in file["rows"]}
+    found = results("layers-h100")
     rows = shown("layer", "compiled-graph")
     assert {cells[0] for cells in rows} == {name.partition(":")[0] for name, _ in found}
     for layer, ours, by_hand, compiled, host, memory in rows:
         queued = {
             peer: found[f"{layer}: GPU, queued", peer] for peer in ("graph", "compiled-graph")
         }
-        assert time_of(ours) == pytest.approx(queued["compiled-graph"]["ours"]["median"], rel=0.005)
+        assert is_time(ours, queued["compiled-graph"]["ours"])
         for cell, peer in ((by_hand, "graph"), (compiled, "compiled-graph")):
             ratio = queued[peer]["figure"]["median"]
             assert float(cell.split()[0]) == pytest.approx(ratio, abs=0.0006)
         alone = found[f"{layer}: host, by itself", "graph"]["ours"]["median"]
         assert time_of(host) == pytest.approx(alone, rel=0.005)
-        peak = found[f"{layer}: memory at the peak", "compiled-graph"]["figure"]["median"]
-        assert float(memory.split()[0]) == pytest.approx(peak, abs=0.006)
+        assert is_ratio(memory, found[f"{layer}: memory at the peak", "compiled-graph"], 0.006)
         error = found[f"{layer}: error against float64", "compiled"]["figure"]["median"]
         assert error == pytest.approx(1, abs=0.002)
 
@@ -815,20 +775,18 @@ RATIOS: dict[str, tuple[str, str, str, tuple[str, ...], int]] = {
 @pytest.mark.parametrize("what", RATIOS)
 def test_ratios_that_the_page_shows(what: str) -> None:
     name, of, heading, peers, count = RATIOS[what]
-    file = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
-    found = {(row["name"], row["alternative"]): row for row in file["rows"]}
+    found = results(name)
     rows = shown(heading, peers[-1])
     assert len(rows) == count
     for layer, ours, *ratios in rows:
         for cell, peer in zip(ratios, peers, strict=True):
             row = found[f"{layer}: {of}", peer]
-            assert time_of(ours) == pytest.approx(row["ours"]["median"], rel=0.005)
-            assert float(cell.split()[0]) == pytest.approx(row["figure"]["median"], abs=0.0006)
+            assert is_time(ours, row["ours"])
+            assert is_ratio(cell, row)
 
 
 def test_what_is_told_of_layers_whose_tokens_are_split() -> None:
-    file = json.loads((ROOT / "benchmarks" / "results" / "layers-sequence-2.json").read_text())
-    found = {(row["name"], row["alternative"]): row for row in file["rows"]}
+    found = results("layers-sequence-2")
     layer = "llama3-70b, prefill"
     told = f"takes {found[f'{layer}: GPU, queued', 'alone-graph']['figure']['median']:.2f} times"
     assert told in (ROOT / "README.md").read_text()
@@ -841,34 +799,18 @@ def test_what_is_told_of_layers_whose_tokens_are_split() -> None:
 
 
 def test_training_that_the_page_shows() -> None:
-    file = json.loads((ROOT / "benchmarks" / "results" / "training-h200.json").read_text())
-    found = {(row["name"], row["alternative"]): row for row in file["rows"]}
+    found = results("training-h200")
     rows = shown("a step", "compiled-graph")
     assert len(rows) == 3
     for what, ours, *ratios, host, memory, error in rows:
         layer = f"{what.partition(',')[0]}, prefill"
         for cell, peer in zip(ratios, ("graph", "compiled", "compiled-graph"), strict=True):
             row = found[f"{layer}: GPU, queued", peer]
-            assert time_of(ours) == pytest.approx(row["ours"]["median"], rel=0.005)
-            assert float(cell.split()[0]) == pytest.approx(row["figure"]["median"], abs=0.0006)
+            assert is_time(ours, row["ours"])
+            assert is_ratio(cell, row)
         assert time_of(host) == pytest.approx(in_turns(found, layer), rel=0.005)
-        peak = found[f"{layer}: memory at the peak", "compiled-graph"]["figure"]["median"]
-        assert float(memory.split()[0]) == pytest.approx(peak, abs=0.006)
-        worst = found[f"{layer}: error against float64", "compiled"]["figure"]["median"]
-        assert float(error.split()[0]) == pytest.approx(worst, abs=0.0006)
-
-
-def results(name: str) -> dict[tuple[str, str], dict[str, Any]]:
-    """The rows of a result that the repository keeps, by name and what they are beside."""
-    file = ROOT / "benchmarks" / "results" / f"{name}.json"
-    return {(row["name"], row["alternative"]): row for row in json.loads(file.read_text())["rows"]}
-
-
-def is_told(cell: str, row: dict[str, Any]) -> bool:
-    """Whether a cell has the median and the quartiles of a ratio."""
-    found = [float(x) for x in re.findall(r"[\d.]+", cell)]
-    wanted = [row["figure"][key] for key in ("median", "low", "high")]
-    return found == pytest.approx(wanted, abs=0.0006)
+        assert is_ratio(memory, found[f"{layer}: memory at the peak", "compiled-graph"], 0.006)
+        assert is_ratio(error, found[f"{layer}: error against float64", "compiled"])
 
 
 def test_training_on_two_gpus_that_the_page_shows() -> None:
@@ -877,10 +819,9 @@ def test_training_on_two_gpus_that_the_page_shows() -> None:
     for style, peer, ours, ratio, memory in rows:
         found = results(f"training-{style}-h200-2")
         row = found["llama3-8b, prefill: GPU, queued", peer]
-        assert time_of(ours) == pytest.approx(row["ours"]["median"], rel=0.005)
+        assert is_time(ours, row["ours"])
         assert is_told(ratio, row)
-        peak = found["llama3-8b, prefill: memory at the peak", peer]["figure"]["median"]
-        assert float(memory.split()[0]) == pytest.approx(peak, abs=0.006)
+        assert is_ratio(memory, found["llama3-8b, prefill: memory at the peak", peer], 0.006)
 
 
 def test_pipelines_that_the_page_shows() -> None:
@@ -888,7 +829,7 @@ def test_pipelines_that_the_page_shows() -> None:
     assert len(rows) == 4
     for what, peer, ours, ratio in rows:
         row = found[f"llama3-8b, interleaved: {what}", peer]
-        assert time_of(ours) == pytest.approx(row["ours"]["median"], rel=0.005)
+        assert is_time(ours, row["ours"])
         assert is_told(ratio, row)
     naps, rows = results("pipelines-naps-gloo-4"), shown("naps", "20 ms")
     assert len(rows) == 6
@@ -896,12 +837,11 @@ def test_pipelines_that_the_page_shows() -> None:
         columns = [(n, peer) for n in (5, 20) for peer in ("table", "by hand")]
         for (n, peer), cell in zip(columns, cells, strict=True):
             row = naps[f"naps of {n} ms, {schedule}: time", peer]
-            assert float(cell.split()[0]) == pytest.approx(row["figure"]["median"], abs=0.0006)
+            assert is_ratio(cell, row)
 
 
 def test_ucx_and_nccl_that_the_page_shows() -> None:
-    file = ROOT / "benchmarks" / "results" / "backends-nccl-ucx-2-cuda.json"
-    found = {(r["name"], r["sizes"]): r for r in json.loads(file.read_text())["rows"]}
+    found = results("backends-nccl-ucx-2-cuda", "sizes")
     for kind, *cells in shown("4 B", "256 MiB"):
         for size, cell in zip(("4 B", "1 MiB", "16 MiB", "256 MiB"), cells, strict=True):
             row = found[f"{kind}: ucx", f"{size} each, 2 ranks"]

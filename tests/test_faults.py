@@ -83,11 +83,8 @@ CASES = (
     Case(fault="stop", moment="before", says=(MEETING, r"for ranks \[1\]", UNSEEN, LOOK)),
     Case(fault="stop", moment="in", says=(THIRD, SILENT, LOOK)),
     Case(fault="stop", moment="after", says=(THIRD, SILENT, LOOK)),
-    Case(
-        fault="sleep",
-        moment="after",
-        says=(THIRD, "rank 1 has not posted it", r"see what rank 1 did", r"time\.sleep\(600\)"),
-    ),
+    Case(fault="sleep", moment="after",
+         says=(THIRD, "rank 1 has not posted it", r"see what rank 1 did", r"time\.sleep\(600\)")),
     Case(
         fault="raise",
         moment="after",
@@ -96,26 +93,15 @@ CASES = (
         pause_s=7,  # the others report later, at their deadline
     ),
     Case(fault="leave", moment="after", says=(THIRD, "rank 1 closed its communicator"), own=0),
-    Case(
-        fault="other",
-        moment="before",
-        says=("rank 1 runs another program than rank 0", "line 4: program @gather", "@total"),
-        own=1,
-    ),
-    Case(
-        fault="other",
-        moment="after",
-        says=(THIRD, r"rank 1 .*in run \d+ of @total", "compare what rank 1 ran"),
-    ),
+    Case(fault="other", moment="before",
+         says=("rank 1 runs another program than rank 0", "line 4: program @gather", "@total"),
+         own=1),
+    Case(fault="other", moment="after",
+         says=(THIRD, r"rank 1 .*in run \d+ of @total", "compare what rank 1 ran")),
     Case(fault="refuse", moment="after", says=("another rank refused it", "rank 1: %x has shape")),
     # the rank that keeps the store
-    Case(
-        fault="kill",
-        moment="after",
-        guilty=0,
-        says=(THIRD, "the store that rank 0 keeps does not answer", LOOK),
-        own=-9,
-    ),
+    Case(fault="kill", moment="after", guilty=0,
+         says=(THIRD, "the store that rank 0 keeps does not answer", LOOK), own=-9),
     Case(
         fault="stop",
         moment="after",
@@ -125,7 +111,7 @@ CASES = (
         # that has ended already
         statuses=(*ENDED, -signal.SIGABRT),
     ),
-)
+)  # fmt: skip
 
 #: The watchdog knows the program of a replay, but no post in it; it ends who waits for the GPU. A
 #: rank that has queued its part may die or stop: its GPU, and its memory, serve the others all the

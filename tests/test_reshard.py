@@ -72,6 +72,10 @@ def team(*ranks: int, bytes: int, root: int | None = None) -> Seen:
     return {r: (ranks, root, 0 if r == root else bytes) for r in ranks}
 
 
+def pair(sender: int, receiver: int, *, bytes: int) -> Seen:
+    return team(sender, receiver, root=sender, bytes=bytes)
+
+
 def to_root(*ranks: int, root: int, bytes: int) -> Seen:
     """Only the root receives."""
     return {r: (ranks, root, bytes if r == root else 0) for r in ranks}
@@ -82,562 +86,218 @@ def among(*ranks: int, **received: int) -> Seen:
     return {r: (ranks, None, received.get(f"r{r}", 0)) for r in ranks}
 
 
+def change(
+    name: str, source: Layout, destination: Layout, *posts: Post, shape: tuple[int, ...] = (8, 3)
+) -> Row:
+    return Row(name, shape, source, destination, posts)
+
+
 FOUR = [0, 1, 2, 3]
 GRID = [[0, 1], [2, 3]]
+TALL = [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 SAME_MESH = [
-    Row("R->R", (8, 3), on(FOUR, R), on(FOUR, R)),
-    Row("S0->S0", (8, 3), on(FOUR, S0), on(FOUR, S0)),
-    Row("P->P", (8, 3), on(FOUR, P), on(FOUR, P)),
-    Row("R->S0", (8, 3), on(FOUR, R), on(FOUR, S0)),
-    Row("R->S1 uneven", (3, 5), on(FOUR, R), on(FOUR, S1)),
+    change("R->R", on(FOUR, R), on(FOUR, R)),
+    change("S0->S0", on(FOUR, S0), on(FOUR, S0)),
+    change("P->P", on(FOUR, P), on(FOUR, P)),
+    change("R->S0", on(FOUR, R), on(FOUR, S0)),
+    change("R->S1 uneven", on(FOUR, R), on(FOUR, S1), shape=(3, 5)),
     # 24 elements of 4 bytes; three blocks of 6 elements arrive.
-    Row("S0->R", (8, 3), on(FOUR, S0), on(FOUR, R), (Post("Allgather", team(*FOUR, bytes=72)),)),
-    Row("S1->R", (3, 8), on(FOUR, S1), on(FOUR, R), (Post("Allgather", team(*FOUR, bytes=72)),)),
-    Row(
-        "S0->R in mesh order",
-        (8, 3),
-        on([3, 1, 0, 2], S0),
-        on([3, 1, 0, 2], R),
-        (Post("Allgather", team(3, 1, 0, 2, bytes=72)),),
-    ),
+    change("S0->R", on(FOUR, S0), on(FOUR, R), Post("Allgather", team(*FOUR, bytes=72))),
+    change("S1->R", on(FOUR, S1), on(FOUR, R),
+           Post("Allgather", team(*FOUR, bytes=72)), shape=(3, 8)),
+    change("S0->R in mesh order", on([3, 1, 0, 2], S0), on([3, 1, 0, 2], R),
+           Post("Allgather", team(3, 1, 0, 2, bytes=72))),
     # Five rows in blocks of 2, 2, 1, 0, each padded to 2.
-    Row(
-        "S0->R uneven",
-        (5, 3),
-        on(FOUR, S0),
-        on(FOUR, R),
-        (Post("Allgather", team(*FOUR, bytes=72)),),
-    ),
+    change("S0->R uneven", on(FOUR, S0), on(FOUR, R),
+           Post("Allgather", team(*FOUR, bytes=72)), shape=(5, 3)),
     # Each rank keeps a quarter of its 2 x 4 block and receives three of 2 x 1.
-    Row("S0->S1", (8, 4), on(FOUR, S0), on(FOUR, S1), (Post("AllToAll", team(*FOUR, bytes=24)),)),
-    Row(
-        "S2->S0", (4, 3, 4), on(FOUR, S2), on(FOUR, S0), (Post("AllToAll", team(*FOUR, bytes=36)),)
-    ),
+    change("S0->S1", on(FOUR, S0), on(FOUR, S1),
+           Post("AllToAll", team(*FOUR, bytes=24)), shape=(8, 4)),
+    change("S2->S0", on(FOUR, S2), on(FOUR, S0),
+           Post("AllToAll", team(*FOUR, bytes=36)), shape=(4, 3, 4)),
     # One column each; the rows of the others are 5 minus one's own 2, 2, 1, 0.
-    Row(
-        "S0->S1 uneven",
-        (5, 4),
-        on(FOUR, S0),
-        on(FOUR, S1),
-        (Post("AllToAll", among(*FOUR, r0=12, r1=12, r2=16, r3=20)),),
-    ),
+    change("S0->S1 uneven", on(FOUR, S0), on(FOUR, S1),
+           Post("AllToAll", among(*FOUR, r0=12, r1=12, r2=16, r3=20)), shape=(5, 4)),
     # A ring all-reduce: 2 x 3/4 of 96 bytes.
-    Row(
-        "P->R",
-        (8, 3),
-        on(FOUR, P),
-        on(FOUR, R),
-        (Post("Allreduce", team(*FOUR, bytes=144), "sum"),),
-    ),
-    Row(
-        "P->R rounded up",
-        (5, 3),
-        on(FOUR, P),
-        on(FOUR, R),
-        (Post("Allreduce", team(*FOUR, bytes=92), "sum"),),
-    ),
-    Row(
-        "P->S0",
-        (8, 3),
-        on(FOUR, P),
-        on(FOUR, S0),
-        (Post("ReduceScatter", team(*FOUR, bytes=72), "sum"),),
-    ),
-    Row(
-        "P->S1",
-        (3, 8),
-        on(FOUR, P),
-        on(FOUR, S1),
-        (Post("ReduceScatter", team(*FOUR, bytes=72), "sum"),),
-    ),
-    Row(
-        "P->S0 uneven",
-        (5, 3),
-        on(FOUR, P),
-        on(FOUR, S0),
-        (Post("ReduceScatter", team(*FOUR, bytes=72), "sum"),),
-    ),
-    Row("R->P", (8, 3), on(FOUR, R), on(FOUR, P)),
-    Row("S0->P", (8, 3), on(FOUR, S0), on(FOUR, P)),
-    Row("S0->P uneven", (5, 3), on(FOUR, S0), on(FOUR, P)),
-    *(
-        Row(f"R->P({op})", (8, 3), on(FOUR, R), on(FOUR, Partial(op)))
-        for op in ("min", "max", "avg")
-    ),
-    *(
-        Row(
-            f"P({op})->R",
-            (8, 3),
-            on(FOUR, Partial(op)),
-            on(FOUR, R),
-            (Post("Allreduce", team(*FOUR, bytes=144), op),),
-        )
-        for op in ("prod", "min", "max", "avg")
-    ),
-    *(
-        Row(
-            f"P({op})->S0",
-            (8, 3),
-            on(FOUR, Partial(op)),
-            on(FOUR, S0),
-            (Post("ReduceScatter", team(*FOUR, bytes=72), op),),
-        )
-        for op in ("prod", "min", "max", "avg")
-    ),
-]
+    change("P->R", on(FOUR, P), on(FOUR, R), Post("Allreduce", team(*FOUR, bytes=144), "sum")),
+    change("P->R rounded up", on(FOUR, P), on(FOUR, R),
+           Post("Allreduce", team(*FOUR, bytes=92), "sum"), shape=(5, 3)),
+    change("P->S0", on(FOUR, P), on(FOUR, S0), Post("ReduceScatter", team(*FOUR, bytes=72), "sum")),
+    change("P->S1", on(FOUR, P), on(FOUR, S1),
+           Post("ReduceScatter", team(*FOUR, bytes=72), "sum"), shape=(3, 8)),
+    change("P->S0 uneven", on(FOUR, P), on(FOUR, S0),
+           Post("ReduceScatter", team(*FOUR, bytes=72), "sum"), shape=(5, 3)),
+    change("R->P", on(FOUR, R), on(FOUR, P)),
+    change("S0->P", on(FOUR, S0), on(FOUR, P)),
+    change("S0->P uneven", on(FOUR, S0), on(FOUR, P), shape=(5, 3)),
+    *(change(f"R->P({op})", on(FOUR, R), on(FOUR, Partial(op))) for op in ("min", "max", "avg")),
+    *(change(f"P({op})->R", on(FOUR, Partial(op)), on(FOUR, R),
+             Post("Allreduce", team(*FOUR, bytes=144), op))
+      for op in ("prod", "min", "max", "avg")),
+    *(change(f"P({op})->S0", on(FOUR, Partial(op)), on(FOUR, S0),
+             Post("ReduceScatter", team(*FOUR, bytes=72), op))
+      for op in ("prod", "min", "max", "avg")),
+]  # fmt: skip
 
 TWO_AXES = [
     # The innermost axis alone: the teams are the rows of the mesh, or its columns.
-    Row(
-        "(R,S0)->(R,R)",
-        (8, 3),
-        on(GRID, R, S0),
-        on(GRID, R, R),
-        (Post("Allgather", team(0, 1, bytes=48) | team(2, 3, bytes=48)),),
-    ),
-    Row(
-        "(S0,R)->(R,R)",
-        (8, 3),
-        on(GRID, S0, R),
-        on(GRID, R, R),
-        (Post("Allgather", team(0, 2, bytes=48) | team(1, 3, bytes=48)),),
-    ),
-    Row(
-        "(S0,S0)->(S0,R)",
-        (8, 3),
-        on(GRID, S0, S0),
-        on(GRID, S0, R),
-        (Post("Allgather", team(0, 1, bytes=24) | team(2, 3, bytes=24)),),
-    ),
-    Row(
-        "(R,P)->(R,S0)",
-        (8, 3),
-        on(GRID, R, P),
-        on(GRID, R, S0),
-        (Post("ReduceScatter", team(0, 1, bytes=48) | team(2, 3, bytes=48), "sum"),),
-    ),
-    Row("(R,R)->(S0,S1)", (8, 4), on(GRID, R, R), on(GRID, S0, S1)),
-    Row("(S0,R)->(S0,S0)", (8, 3), on(GRID, S0, R), on(GRID, S0, S0)),
+    change("(R,S0)->(R,R)", on(GRID, R, S0), on(GRID, R, R),
+           Post("Allgather", team(0, 1, bytes=48) | team(2, 3, bytes=48))),
+    change("(S0,R)->(R,R)", on(GRID, S0, R), on(GRID, R, R),
+           Post("Allgather", team(0, 2, bytes=48) | team(1, 3, bytes=48))),
+    change("(S0,S0)->(S0,R)", on(GRID, S0, S0), on(GRID, S0, R),
+           Post("Allgather", team(0, 1, bytes=24) | team(2, 3, bytes=24))),
+    change("(R,P)->(R,S0)", on(GRID, R, P), on(GRID, R, S0),
+           Post("ReduceScatter", team(0, 1, bytes=48) | team(2, 3, bytes=48), "sum")),
+    change("(R,R)->(S0,S1)", on(GRID, R, R), on(GRID, S0, S1), shape=(8, 4)),
+    change("(S0,R)->(S0,S0)", on(GRID, S0, R), on(GRID, S0, S0)),
     # Not a local slice: rank 1 holds rows 4:8 and needs 2:4, rank 2 holds 0:4 and needs 4:6.
-    Row(
-        "(R,S0)->(S0,S0)",
-        (8, 3),
-        on(GRID, R, S0),
-        on(GRID, S0, S0),
-        (Post("Exchange", among(1, 2, r1=24, r2=24)),),
-    ),
+    change("(R,S0)->(S0,S0)", on(GRID, R, S0), on(GRID, S0, S0),
+           Post("Exchange", among(1, 2, r1=24, r2=24))),
     # With the other order it is one.
-    Row(
-        "(R,S0)->(S0,S0) x outside",
-        (8, 3),
-        on(GRID, R, S0),
-        on(GRID, S0, S0, order={0: ("x", "y")}),
-    ),
+    change("(R,S0)->(S0,S0) x outside", on(GRID, R, S0), on(GRID, S0, S0, order={0: ("x", "y")})),
     # Only the order changes: ranks 1 and 2 swap.
-    Row(
-        "(S0,S0)->(S0,S0) x outside",
-        (8, 3),
-        on(GRID, S0, S0),
-        on(GRID, S0, S0, order={0: ("x", "y")}),
-        (Post("Exchange", among(1, 2, r1=24, r2=24)),),
-    ),
+    change("(S0,S0)->(S0,S0) x outside", on(GRID, S0, S0), on(GRID, S0, S0, order={0: ("x", "y")}),
+           Post("Exchange", among(1, 2, r1=24, r2=24))),
     # Ranks 0 and 3 hold what they need; a gathering would send them the other half as well.
-    Row(
-        "(S0,R)->(R,S0)",
-        (8, 3),
-        on(GRID, S0, R),
-        on(GRID, R, S0),
-        (Post("Exchange", among(0, 1, 2, r1=48, r2=48)),),
-    ),
+    change("(S0,R)->(R,S0)", on(GRID, S0, R), on(GRID, R, S0),
+           Post("Exchange", among(0, 1, 2, r1=48, r2=48))),
     # The outer of two axes: rank (y, x) holds rows 4y+2x.. and needs 4x..4x+4.
-    Row(
-        "(S0,S0)->(R,S0)",
-        (8, 3),
-        on(GRID, S0, S0),
-        on(GRID, R, S0),
-        (Post("Exchange", among(0, 1, 2, 3, r0=24, r1=48, r2=48, r3=24)),),
-    ),
+    change("(S0,S0)->(R,S0)", on(GRID, S0, S0), on(GRID, R, S0),
+           Post("Exchange", among(0, 1, 2, 3, r0=24, r1=48, r2=48, r3=24))),
     # Each collective brings half of what is whole by then: 8 elements, then 16.
-    Row(
-        "(S0,S1)->(R,R)",
-        (8, 4),
-        on(GRID, S0, S1),
-        on(GRID, R, R),
-        (
-            Post("Allgather", team(0, 2, bytes=32) | team(1, 3, bytes=32)),
-            Post("Allgather", team(0, 1, bytes=64) | team(2, 3, bytes=64)),
-        ),
-    ),
+    change("(S0,S1)->(R,R)", on(GRID, S0, S1), on(GRID, R, R),
+           Post("Allgather", team(0, 2, bytes=32) | team(1, 3, bytes=32)),
+           Post("Allgather", team(0, 1, bytes=64) | team(2, 3, bytes=64)), shape=(8, 4)),
     # The slice comes first, so half as much is reduced.
-    Row(
-        "(P,R)->(R,S0)",
-        (8, 3),
-        on(GRID, P, R),
-        on(GRID, R, S0),
-        (Post("Allreduce", team(0, 2, bytes=48) | team(1, 3, bytes=48), "sum"),),
-    ),
-    Row(
-        "(P,P)->(S0,R)",
-        (8, 3),
-        on(GRID, P, P),
-        on(GRID, S0, R),
-        (
-            Post("ReduceScatter", team(0, 2, bytes=48) | team(1, 3, bytes=48), "sum"),
-            Post("Allreduce", team(0, 1, bytes=48) | team(2, 3, bytes=48), "sum"),
-        ),
-    ),
-    Row(
-        "(P,P)->(S0,S0)",
-        (8, 3),
-        on(GRID, P, P),
-        on(GRID, S0, S0),
-        (Post("ReduceScatter", team(0, 1, 2, 3, bytes=72), "sum"),),
-    ),
+    change("(P,R)->(R,S0)", on(GRID, P, R), on(GRID, R, S0),
+           Post("Allreduce", team(0, 2, bytes=48) | team(1, 3, bytes=48), "sum")),
+    change("(P,P)->(S0,R)", on(GRID, P, P), on(GRID, S0, R),
+           Post("ReduceScatter", team(0, 2, bytes=48) | team(1, 3, bytes=48), "sum"),
+           Post("Allreduce", team(0, 1, bytes=48) | team(2, 3, bytes=48), "sum")),
+    change("(P,P)->(S0,S0)", on(GRID, P, P), on(GRID, S0, S0),
+           Post("ReduceScatter", team(0, 1, 2, 3, bytes=72), "sum")),
     # Along several axes at once; where both ways bring as much, two collectives are two.
-    Row(
-        "(P,P)->(R,R)",
-        (8, 3),
-        on(GRID, P, P),
-        on(GRID, R, R),
-        (Post("Allreduce", team(*FOUR, bytes=144), "sum"),),
-    ),
-    Row(
-        "(P,P)->(S0,S0) x outside",
-        (8, 3),
-        on(GRID, P, P),
-        on(GRID, S0, S0, order={0: ("x", "y")}),
-        (Post("ReduceScatter", team(0, 2, 1, 3, bytes=72), "sum"),),
-    ),
-    Row(
-        "(S0,S0)->(R,R)",
-        (8, 3),
-        on(GRID, S0, S0),
-        on(GRID, R, R),
-        (Post("Allgather", team(*FOUR, bytes=72)),),
-    ),
+    change("(P,P)->(R,R)", on(GRID, P, P), on(GRID, R, R),
+           Post("Allreduce", team(*FOUR, bytes=144), "sum")),
+    change("(P,P)->(S0,S0) x outside", on(GRID, P, P), on(GRID, S0, S0, order={0: ("x", "y")}),
+           Post("ReduceScatter", team(0, 2, 1, 3, bytes=72), "sum")),
+    change("(S0,S0)->(R,R)", on(GRID, S0, S0), on(GRID, R, R),
+           Post("Allgather", team(*FOUR, bytes=72))),
     # Nothing is sent twice: the ranks along x hold the same, and reduce one half each.
-    Row(
-        "(P,R)->(R,R)",
-        (8, 4),
-        on([[0, 1], [2, 3], [4, 5], [6, 7]], P, R),
-        on([[0, 1], [2, 3], [4, 5], [6, 7]], R, R),
-        (
-            Post("Allreduce", team(0, 2, 4, 6, bytes=96) | team(1, 3, 5, 7, bytes=96), "sum"),
-            Post(
-                "Allgather",
-                {r: t[r] for a in (0, 2, 4, 6) for t in [team(a, a + 1, bytes=64)] for r in t},
-            ),
-        ),
-    ),
+    change("(P,R)->(R,R)", on(TALL, P, R), on(TALL, R, R),
+           Post("Allreduce", team(0, 2, 4, 6, bytes=96) | team(1, 3, 5, 7, bytes=96), "sum"),
+           Post("Allgather", {r: x for a, b in TALL for r, x in team(a, b, bytes=64).items()}),
+           shape=(8, 4)),
     # Scattered before it is gathered along the other axis.
-    Row(
-        "(P,S0)->(S1,R)",
-        (8, 4),
-        on(GRID, P, S0),
-        on(GRID, S1, R),
-        (
-            Post("ReduceScatter", team(0, 2, bytes=32) | team(1, 3, bytes=32), "sum"),
-            Post("Allgather", team(0, 1, bytes=32) | team(2, 3, bytes=32)),
-        ),
-    ),
-    Row(
-        "(P,S0)->(P,R)",
-        (8, 3),
-        on(GRID, P, S0),
-        on(GRID, P, R),
-        (Post("Allgather", team(0, 1, bytes=48) | team(2, 3, bytes=48)),),
-    ),
-]
+    change("(P,S0)->(S1,R)", on(GRID, P, S0), on(GRID, S1, R),
+           Post("ReduceScatter", team(0, 2, bytes=32) | team(1, 3, bytes=32), "sum"),
+           Post("Allgather", team(0, 1, bytes=32) | team(2, 3, bytes=32)), shape=(8, 4)),
+    change("(P,S0)->(P,R)", on(GRID, P, S0), on(GRID, P, R),
+           Post("Allgather", team(0, 1, bytes=48) | team(2, 3, bytes=48))),
+]  # fmt: skip
 
 OTHER_MESH = [
-    Row("R->R subset", (8, 3), on([0, 1], R), on([1], R)),
-    Row("R->R reordered", (8, 3), on([0, 1], R), on([1, 0], R)),
-    Row("R->S0 subset", (8, 3), on([0, 1, 2], R), on([2, 0], S0)),
-    Row(
-        "R->R disjoint",
-        (8, 3),
-        on([0], R),
-        on([1], R),
-        (Post("SendRecv", {0: ((0, 1), 0, 0), 1: ((0, 1), 0, 96)}),),
-    ),
-    Row(
-        "R->R more",
-        (8, 3),
-        on([0], R),
-        on(FOUR, R),
-        (Post("Broadcast", team(*FOUR, root=0, bytes=96)),),
-    ),
+    change("R->R subset", on([0, 1], R), on([1], R)),
+    change("R->R reordered", on([0, 1], R), on([1, 0], R)),
+    change("R->S0 subset", on([0, 1, 2], R), on([2, 0], S0)),
+    change("R->R disjoint", on([0], R), on([1], R),
+           Post("SendRecv", pair(0, 1, bytes=96))),
+    change("R->R more", on([0], R), on(FOUR, R), Post("Broadcast", team(*FOUR, root=0, bytes=96))),
     # Rank 1 holds it already.
-    Row(
-        "R->R overlapping",
-        (8, 3),
-        on([0, 1], R),
-        on([1, 2, 3], R),
-        (Post("Broadcast", team(0, 2, 3, root=0, bytes=96)),),
-    ),
-    Row(
-        "R->R root is the first of the mesh",
-        (8, 3),
-        on([1, 0], R),
-        on([2, 0], R),
-        (Post("Broadcast", team(1, 2, root=1, bytes=96)),),
-    ),
-    Row(
-        "R->R root listed last",
-        (8, 3),
-        on([1], R),
-        on([0, 1], R),
-        (Post("Broadcast", team(0, 1, root=1, bytes=96)),),
-    ),
-    Row(
-        "S0->R receiver sends too",
-        (8, 3),
-        on(FOUR, S0),
-        on([0], R),
-        (Post("Gather", to_root(*FOUR, root=0, bytes=72)),),
-    ),
-    Row(
-        "S0->R receiver outside",
-        (8, 3),
-        on(FOUR, S0),
-        on([4], R),
-        (Post("Gather", to_root(*FOUR, 4, root=4, bytes=96)),),
-    ),
-    Row(
-        "S1->R receiver in the middle, uneven",
-        (3, 5),
-        on([2, 0, 1], S1),
-        on([0], R),
-        (Post("Gather", to_root(2, 0, 1, root=0, bytes=48)),),
-    ),
-    Row(
-        "S0->R several receivers",
-        (8, 3),
-        on([0, 1], S0),
-        on([2, 3], R),
-        (Post("Exchange", among(0, 1, 2, 3, r2=96, r3=96)),),
-    ),
-    Row(
-        "S0->R several that send too",
-        (8, 3),
-        on([0, 1], S0),
-        on([1, 0], R),
-        (Post("Exchange", among(0, 1, r0=48, r1=48)),),
-    ),
-    Row(
-        "R->S0 disjoint",
-        (8, 3),
-        on([0], R),
-        on([1, 2], S0),
-        (Post("Scatter", team(0, 1, 2, root=0, bytes=48)),),
-    ),
-    Row(
-        "R->S0 root receives",
-        (8, 3),
-        on([0], R),
-        on(FOUR, S0),
-        (Post("Scatter", team(*FOUR, root=0, bytes=24)),),
-    ),
+    change("R->R overlapping", on([0, 1], R), on([1, 2, 3], R),
+           Post("Broadcast", team(0, 2, 3, root=0, bytes=96))),
+    change("R->R root is the first of the mesh", on([1, 0], R), on([2, 0], R),
+           Post("Broadcast", team(1, 2, root=1, bytes=96))),
+    change("R->R root listed last", on([1], R), on([0, 1], R),
+           Post("Broadcast", team(0, 1, root=1, bytes=96))),
+    change("S0->R receiver sends too", on(FOUR, S0), on([0], R),
+           Post("Gather", to_root(*FOUR, root=0, bytes=72))),
+    change("S0->R receiver outside", on(FOUR, S0), on([4], R),
+           Post("Gather", to_root(*FOUR, 4, root=4, bytes=96))),
+    change("S1->R receiver in the middle, uneven", on([2, 0, 1], S1), on([0], R),
+           Post("Gather", to_root(2, 0, 1, root=0, bytes=48)), shape=(3, 5)),
+    change("S0->R several receivers", on([0, 1], S0), on([2, 3], R),
+           Post("Exchange", among(0, 1, 2, 3, r2=96, r3=96))),
+    change("S0->R several that send too", on([0, 1], S0), on([1, 0], R),
+           Post("Exchange", among(0, 1, r0=48, r1=48))),
+    change("R->S0 disjoint", on([0], R), on([1, 2], S0),
+           Post("Scatter", team(0, 1, 2, root=0, bytes=48))),
+    change("R->S0 root receives", on([0], R), on(FOUR, S0),
+           Post("Scatter", team(*FOUR, root=0, bytes=24))),
     # Rank 1 slices its part off what it has.
-    Row(
-        "R->S0 overlapping",
-        (8, 3),
-        on([0, 1], R),
-        on([1, 2], S0),
-        (Post("Exchange", among(1, 2, r2=48)),),
-    ),
-    Row(
-        "R->S1 uneven",
-        (2, 5),
-        on([1], R),
-        on([3, 1, 0], S1),
-        (Post("Scatter", team(3, 1, 0, root=1, bytes=16)),),
-    ),
-    Row(
-        "R->S1 one row",
-        (1, 5),
-        on([1], R),
-        on([0, 1], S1),
-        (Post("Scatter", team(0, 1, root=1, bytes=12)),),
-    ),
-    Row(
-        "S0->S0 disjoint",
-        (8, 3),
-        on([0, 1], S0),
-        on([2, 3], S0),
-        (
-            Post(
-                "SendRecv",
-                {
-                    0: ((0, 2), 0, 0),
-                    1: ((1, 3), 1, 0),
-                    2: ((0, 2), 0, 48),
-                    3: ((1, 3), 1, 48),
-                },
-            ),
-        ),
-    ),
-    Row(
-        "S0->S0 swapped",
-        (8, 3),
-        on([0, 1], S0),
-        on([1, 0], S0),
-        (Post("SendRecv", {0: ((1, 0), 1, 48), 1: ((0, 1), 0, 48)}),),
-    ),
+    change("R->S0 overlapping", on([0, 1], R), on([1, 2], S0),
+           Post("Exchange", among(1, 2, r2=48))),
+    change("R->S1 uneven", on([1], R), on([3, 1, 0], S1),
+           Post("Scatter", team(3, 1, 0, root=1, bytes=16)), shape=(2, 5)),
+    change("R->S1 one row", on([1], R), on([0, 1], S1),
+           Post("Scatter", team(0, 1, root=1, bytes=12)), shape=(1, 5)),
+    change("S0->S0 disjoint", on([0, 1], S0), on([2, 3], S0),
+           Post("SendRecv", pair(0, 2, bytes=48) | pair(1, 3, bytes=48))),
+    change("S0->S0 swapped", on([0, 1], S0), on([1, 0], S0),
+           Post("SendRecv", {0: ((1, 0), 1, 48), 1: ((0, 1), 0, 48)})),
     # 0 to itself, 1 to 3, 2 to 1: a rank that both sends and receives sees the pair it receives in.
-    Row(
-        "S0->S0 overlapping",
-        (6, 2),
-        on([0, 1, 2], S0),
-        on([0, 3, 1], S0),
-        (
-            Post(
-                "SendRecv",
-                {
-                    0: ((0,), 0, 0),
-                    1: ((2, 1), 2, 16),
-                    2: ((2, 1), 2, 0),
-                    3: ((1, 3), 1, 16),
-                },
-            ),
-        ),
-    ),
-    Row(
-        "S0->S0 more ranks",
-        (8, 3),
-        on([0, 1], S0),
-        on(FOUR, S0),
-        (Post("Exchange", among(0, 1, 2, 3, r1=24, r2=24, r3=24)),),
-    ),
-    Row(
-        "S0->S1",
-        (8, 4),
-        on([0, 1], S0),
-        on([2, 3], S1),
-        (Post("Exchange", among(0, 1, 2, 3, r2=64, r3=64)),),
-    ),
-    Row(
-        "grid->line",
-        (8, 3),
-        on(GRID, S0, R),
-        on([3, 0], S0),
-        (Post("Exchange", among(0, 2, 3, r0=48, r3=48)),),
-    ),
+    change("S0->S0 overlapping", on([0, 1, 2], S0), on([0, 3, 1], S0),
+           Post("SendRecv", {0: ((0,), 0, 0)} | pair(1, 3, bytes=16) | pair(2, 1, bytes=16)),
+           shape=(6, 2)),
+    change("S0->S0 more ranks", on([0, 1], S0), on(FOUR, S0),
+           Post("Exchange", among(0, 1, 2, 3, r1=24, r2=24, r3=24))),
+    change("S0->S1", on([0, 1], S0), on([2, 3], S1),
+           Post("Exchange", among(0, 1, 2, 3, r2=64, r3=64)), shape=(8, 4)),
+    change("grid->line", on(GRID, S0, R), on([3, 0], S0),
+           Post("Exchange", among(0, 2, 3, r0=48, r3=48))),
     # Ranks that hold the same send in turn, and on one mesh of two names nothing travels.
-    Row(
-        "R->S0 every holder sends",
-        (8, 3),
-        on([0, 1], R),
-        on([2, 3], S0),
-        (Post("Exchange", among(0, 1, 2, 3, r2=48, r3=48)),),
-    ),
-    Row("S0->S0 of a flat mesh", (8, 3), on(GRID, S0, S0), on(FOUR, S0)),
-    Row("P->P of a transposed mesh", (8, 3), on(GRID, P, S0), on([[0, 2], [1, 3]], S0, P)),
-    Row(
-        "P->R of a flat mesh",
-        (8, 3),
-        on(GRID, P, P),
-        on(FOUR, R),
-        (Post("Allreduce", team(*FOUR, bytes=144), "sum"),),
-    ),
-    Row("R->P elsewhere", (8, 3), on([0, 1], R), on([1, 0], P)),
-    Row(
-        "P->P elsewhere",
-        (8, 3),
-        on([0, 1], Partial("prod")),
-        on([2, 1], Partial("prod")),
-        (Post("Exchange", among(0, 2, r2=96)),),
-    ),
-    Row(
-        "P->R at a sender",
-        (8, 3),
-        on([0, 1], P),
-        on([1], R),
-        (Post("Reduce", to_root(0, 1, root=1, bytes=96), "sum"),),
-    ),
+    change("R->S0 every holder sends", on([0, 1], R), on([2, 3], S0),
+           Post("Exchange", among(0, 1, 2, 3, r2=48, r3=48))),
+    change("S0->S0 of a flat mesh", on(GRID, S0, S0), on(FOUR, S0)),
+    change("P->P of a transposed mesh", on(GRID, P, S0), on([[0, 2], [1, 3]], S0, P)),
+    change("P->R of a flat mesh", on(GRID, P, P), on(FOUR, R),
+           Post("Allreduce", team(*FOUR, bytes=144), "sum")),
+    change("R->P elsewhere", on([0, 1], R), on([1, 0], P)),
+    change("P->P elsewhere", on([0, 1], Partial("prod")), on([2, 1], Partial("prod")),
+           Post("Exchange", among(0, 2, r2=96))),
+    change("P->R at a sender", on([0, 1], P), on([1], R),
+           Post("Reduce", to_root(0, 1, root=1, bytes=96), "sum")),
     # A receiver that does not contribute is no root: reduce at a sender, then send.
-    Row(
-        "P->R outside",
-        (8, 3),
-        on([0, 1], Partial("max")),
-        on([2], R),
-        (
-            Post("ReduceScatter", team(0, 1, bytes=48), "max"),
-            Post("Gather", to_root(0, 1, 2, root=2, bytes=96)),
-        ),
-    ),
-    Row(
-        "P->R several",
-        (8, 3),
-        on([0, 1], P),
-        on([1, 2], R),
-        (
-            Post("Reduce", to_root(0, 1, root=1, bytes=96), "sum"),
-            Post("Broadcast", team(1, 2, root=1, bytes=96)),
-        ),
-    ),
-    Row(
-        "P->S0 disjoint",
-        (8, 3),
-        on([0, 1], P),
-        on([2, 3], S0),
-        (
-            Post("ReduceScatter", team(0, 1, bytes=48), "sum"),
-            Post(
-                "SendRecv",
-                {0: ((0, 2), 0, 0), 1: ((1, 3), 1, 0), 2: ((0, 2), 0, 48), 3: ((1, 3), 1, 48)},
-            ),
-        ),
-    ),
-]
+    change("P->R outside", on([0, 1], Partial("max")), on([2], R),
+           Post("ReduceScatter", team(0, 1, bytes=48), "max"),
+           Post("Gather", to_root(0, 1, 2, root=2, bytes=96))),
+    change("P->R several", on([0, 1], P), on([1, 2], R),
+           Post("Reduce", to_root(0, 1, root=1, bytes=96), "sum"),
+           Post("Broadcast", team(1, 2, root=1, bytes=96))),
+    change("P->S0 disjoint", on([0, 1], P), on([2, 3], S0),
+           Post("ReduceScatter", team(0, 1, bytes=48), "sum"),
+           Post("SendRecv", pair(0, 2, bytes=48) | pair(1, 3, bytes=48))),
+]  # fmt: skip
 
 ONE = [[0], [1]]
 SIZE_ONE = [
     # An axis, or a mesh, of one rank splits nothing and leaves nothing Partial.
-    Row("one S0->R", (8, 3), on([0], S0), on([0], R)),
-    Row("one P->R", (8, 3), on([0], P), on([0], R)),
-    Row("one R->P", (8, 3), on([0], R), on([0], Partial("prod"))),
-    Row("one P->S1", (8, 3), on([0], P), on([0], S1)),
-    Row("(R,S0)->(R,R) of an axis of one", (8, 3), on(ONE, R, S0), on(ONE, R, R)),
-    Row("(P,P)->(P,R) of an axis of one", (8, 3), on(ONE, P, P), on(ONE, P, R)),
-    Row(
-        "(S0,S1)->(R,S1) of an axis of one",
-        (8, 3),
-        on(ONE, S0, S1),
-        on(ONE, R, S1),
-        (Post("Allgather", team(0, 1, bytes=48)),),
-    ),
-    Row(
-        "one S0->R elsewhere",
-        (8, 3),
-        on([1], S0),
-        on([0], R),
-        (Post("SendRecv", {1: ((1, 0), 1, 0), 0: ((1, 0), 1, 96)}),),
-    ),
-    Row(
-        "one P->R elsewhere",
-        (8, 3),
-        on([1], P),
-        on([0], R),
-        (Post("SendRecv", {1: ((1, 0), 1, 0), 0: ((1, 0), 1, 96)}),),
-    ),
-]
+    change("one S0->R", on([0], S0), on([0], R)),
+    change("one P->R", on([0], P), on([0], R)),
+    change("one R->P", on([0], R), on([0], Partial("prod"))),
+    change("one P->S1", on([0], P), on([0], S1)),
+    change("(R,S0)->(R,R) of an axis of one", on(ONE, R, S0), on(ONE, R, R)),
+    change("(P,P)->(P,R) of an axis of one", on(ONE, P, P), on(ONE, P, R)),
+    change("(S0,S1)->(R,S1) of an axis of one", on(ONE, S0, S1), on(ONE, R, S1),
+           Post("Allgather", team(0, 1, bytes=48))),
+    change("one S0->R elsewhere", on([1], S0), on([0], R),
+           Post("SendRecv", pair(1, 0, bytes=96))),
+    change("one P->R elsewhere", on([1], P), on([0], R),
+           Post("SendRecv", pair(1, 0, bytes=96))),
+]  # fmt: skip
 
 NOBODY_LACKS = [
     # There are no elements, or the one rank that holds any keeps them.
-    Row("S0->R empty", (0, 3), on(FOUR, S0), on(FOUR, R)),
-    Row("S0->S0 empty elsewhere", (0, 3), on([0, 1], S0), on([2, 3], S0)),
-    Row("P->R empty", (3, 0), on(FOUR, P), on(FOUR, R)),
-    Row("S0->S1 of one element", (1, 1), on(FOUR, S0), on(FOUR, S1)),
-    Row(
-        "order of one element",
-        (1, 3),
-        on(GRID, S0, S0),
-        on(GRID, S0, S0, order={0: ("x", "y")}),
-    ),
-    Row("S0->S0 on fewer ranks of the same parts", (2, 3), on(FOUR, S0), on([0, 1], S0)),
-]
+    change("S0->R empty", on(FOUR, S0), on(FOUR, R), shape=(0, 3)),
+    change("S0->S0 empty elsewhere", on([0, 1], S0), on([2, 3], S0), shape=(0, 3)),
+    change("P->R empty", on(FOUR, P), on(FOUR, R), shape=(3, 0)),
+    change("S0->S1 of one element", on(FOUR, S0), on(FOUR, S1), shape=(1, 1)),
+    change("order of one element", on(GRID, S0, S0), on(GRID, S0, S0, order={0: ("x", "y")}),
+           shape=(1, 3)),
+    change("S0->S0 on fewer ranks of the same parts", on(FOUR, S0), on([0, 1], S0), shape=(2, 3)),
+]  # fmt: skip
 
 ROWS = [*SAME_MESH, *TWO_AXES, *OTHER_MESH, *SIZE_ONE, *NOBODY_LACKS]
 
@@ -687,7 +347,7 @@ def test_ranks_outside_post_nothing(row: Row) -> None:
     ids=str,
 )
 def test_every_reduce_op_travels_under_its_name(dtype: torch.dtype, op: str) -> None:
-    row = Row(op, (8, 3), on(FOUR, Partial(op)), on(FOUR, S0))
+    row = change(op, on(FOUR, Partial(op)), on(FOUR, S0))
     (comm,) = row.compile(dtype).communications
     assert (comm.kind, comm.reduce_op, comm.dtype) == ("ReduceScatter", op, dtype)
     assert comm.bytes_received(2) == 18 * dtype.itemsize
@@ -702,7 +362,7 @@ ILLEGAL = [
 @pytest.mark.parametrize(("source", "destination"), ILLEGAL, ids=str)
 def test_no_other_way_into_partial(source: Layout, destination: Layout) -> None:
     with pytest.raises(LayoutError, match="cannot become") as caught:
-        Row("illegal", (8, 3), source, destination).compile()
+        change("illegal", source, destination).compile()
     text = str(caught.value)
     assert "test_reshard.py:" in text
     assert "%x" in text
@@ -741,7 +401,7 @@ def test_an_expanded_dim_stays_one_through_set_permute_and_slice() -> None:
 def test_an_input_with_stride_zero_is_copied() -> None:
     """What the caller expanded is not known when the program is made."""
     x = torch.arange(8.0)[:, None].expand(8, 3)
-    row = Row("stride 0", (8, 3), on(FOUR, S0), on(FOUR, R))
+    row = change("stride 0", on(FOUR, S0), on(FOUR, R))
     program = row.compile()
     assert program.bytes_received(0) == 72
     result = mf.simulate(program, [x], options=mf.Options(poison=True))

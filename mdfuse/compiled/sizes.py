@@ -32,6 +32,7 @@ from mdfuse.runtime.communicator import init
 from mdfuse.torch_private import untraced
 
 Extents = Mapping[str, int]
+Shape = tuple[int, ...]
 
 #: How many combinations of sizes are planned ahead, at most.
 _AHEAD = 64
@@ -168,8 +169,9 @@ class SizedProgram(Program):
             self._plan_ahead(inputs, known, rank)
         given = self._filled(inputs, known, sizes, rank)
         results = self.whole.run(*given, extents=sizes)
+        shapes = self._shapes(known, rank)
         return [
-            self._cut(n, x, known, rank) for n, x in zip(self.fusion.outputs, results, strict=True)
+            self._cut(x, shapes.get(n)) for n, x in zip(self.fusion.outputs, results, strict=True)
         ]
 
     def run_all(self, inputs: Sequence[Any], extents: Mapping[str, int] | None = None) -> list[Any]:
@@ -218,35 +220,39 @@ class SizedProgram(Program):
         """Addresses of the memory that later runs fill up: results that lie there are copied."""
         return set()
 
-    def _local(self, name: str, extents: Extents, rank: int) -> tuple[int, ...] | None:
-        """Return the shape that a rank has of a value; None where it is not in its mesh."""
-        key = (name, rank, *extents.items())
-        known = self._shapes.find(key)
-        if known is None:
-            value, layout = self.definition.values[name], self._layout(name)
-            shape: tuple[int, ...] = with_numbers(value.shape, extents)
-            is_here = layout is None or rank in layout.mesh
-            known = (layout.local_shape(shape, rank) if layout and is_here else shape, is_here)
-            self._shapes.put(key, known)
-        shape, is_here = known
-        return shape if is_here else None
+    def _shapes(self, extents: Extents, rank: int | None) -> dict[str, Shape | None]:
+        """Return the shape of each sized input, mask and output on a rank; None: on all at once.
+
+        A value that is not on the rank has None.
+        """
+        key = (rank, *extents.items())
+        shapes = self._known_shapes.find(key)
+        if shapes is None:
+            shapes = {name: self._shape(name, extents, rank) for name in self._sized}
+            self._known_shapes.put(key, shapes)
+        return shapes
 
     @cached_property
-    def _shapes(self) -> Cache[tuple[tuple[int, ...], bool]]:
-        """Value, rank and extents -> the shape there, and whether the rank has the value."""
+    def _known_shapes(self) -> Cache[dict[str, Shape | None]]:
+        """Rank and extents -> shapes."""
         return Cache(limit=4096)
 
-    def _is_sized(self, name: str) -> bool:
-        return name in self._names_sized
-
     @cached_property
-    def _names_sized(self) -> frozenset[str]:
-        """Values with a dim whose extent has sizes."""
-        return frozenset(
+    def _sized(self) -> list[str]:
+        """The inputs, masks and outputs with a dim whose extent has sizes."""
+        values = self.definition.values
+        return [
             name
-            for name, value in self.definition.values.items()
-            if any(depends(n, symbol) for n in value.shape for symbol in self._sizes)
-        )
+            for name in dict.fromkeys((*self.whole.fusion.inputs, *self.fusion.outputs))
+            if any(depends(n, symbol) for n in values[name].shape for symbol in self._sizes)
+        ]
+
+    def _shape(self, name: str, extents: Extents, rank: int | None) -> Shape | None:
+        shape: Shape = with_numbers(self.definition.values[name].shape, extents)
+        layout = self._layout(name)
+        if layout is None or rank is None:
+            return shape
+        return layout.local_shape(shape, rank) if rank in layout.mesh else None
 
     def _filled(
         self, inputs: Sequence[Any], extents: Extents, sizes: Extents, rank: int
@@ -254,20 +260,16 @@ class SizedProgram(Program):
         """Return the inputs filled up, and the masks of rows."""
         others = tuple((name, n) for name, n in sizes.items() if name not in self._sizes)
         room = self._rooms.setdefault(others, {})
-        given: list[Any] = []
+        shapes, given = self._shapes(extents, rank), list[Any]()
         for name, x in zip(self.fusion.inputs, inputs, strict=False):
-            if isinstance(x, Tensor) and self._is_sized(name):
-                given.append(_in(self._room(room, name, sizes, rank, x.device), x))
-            else:
-                given.append(x)
+            if isinstance(x, Tensor) and name in shapes:
+                x = _in(self._room(room, name, sizes, rank, x.device), x)
+            given.append(x)
         for mask in (self.masks or {}).values():
-            shape = self._local(mask, extents, rank)
-            if shape is None:
-                given.append(None)
-                continue
-            rows = self._room(room, mask, sizes, rank, init(self.options).device)
-            rows.zero_()
-            rows[: shape[0]] = True
+            rows = None
+            if (shape := shapes[mask]) is not None:
+                rows = self._room(room, mask, sizes, rank, init(self.options).device).zero_()
+                rows[: shape[0]] = True
             given.append(rows)
         return given
 
@@ -275,21 +277,18 @@ class SizedProgram(Program):
         self, room: dict[str, _Room], name: str, sizes: Extents, rank: int, device: torch.device
     ) -> Tensor:
         if name not in room:
-            of_each = (self._local(name, {**sizes, **c}, rank) or () for c in self._combinations)
+            each = (self._shapes({**sizes, **c}, rank)[name] or () for c in self._combinations)
             dtype = self.definition.values[name].dtype
-            memory = torch.zeros(max(map(prod, of_each)), dtype=dtype, device=device)
+            memory = torch.zeros(max(map(prod, each)), dtype=dtype, device=device)
             room[name] = _Room(memory)
             self._filled_at.add(memory.data_ptr())
-        return room[name].of(self._local(name, sizes, rank) or ())
+        return room[name].of(self._shapes(sizes, rank)[name] or ())
 
-    def _cut(self, name: str, x: Any, extents: Extents, rank: int) -> Any:
-        """Return the rows of a result that there are."""
-        if not isinstance(x, Tensor) or not self._is_sized(name):
+    def _cut(self, x: Any, shape: Shape | None) -> Any:
+        """Return the rows of a result that there are; `shape` is None where it is not cut."""
+        if not isinstance(x, Tensor) or shape is None:
             return x
-        shape = self._local(name, extents, rank)
-        if shape is None:
-            return x
-        rows = x[tuple(slice(0, n) for n in shape)]
+        rows = _first(x, shape)
         return rows.clone() if x.untyped_storage().data_ptr() in self._filled_at else rows
 
     def _plan_ahead(self, inputs: Sequence[Any], extents: Extents, rank: int) -> None:
@@ -298,11 +297,11 @@ class SizedProgram(Program):
             return
         times = 2 if init(self.options).device.type == "cuda" else 1
         nothing = {**extents, **dict.fromkeys(self._sizes, 0)}
+        shapes = self._shapes(nothing, rank)
         empty = [
-            x[tuple(slice(0, n) for n in self._local(name, nothing, rank) or ())]
-            if isinstance(x, Tensor) and self._is_sized(name) else x
+            _first(x, shapes[name] or ()) if isinstance(x, Tensor) and name in shapes else x
             for name, x in zip(self.fusion.inputs, inputs, strict=False)
-        ]  # fmt: skip
+        ]
         for chosen in self._combinations:
             sizes = {**extents, **chosen}
             for _ in range(times):
@@ -313,9 +312,9 @@ class SizedProgram(Program):
     ) -> tuple[list[Any], dict[str, int]]:
         """Return global inputs filled up, with masks, and the sizes: for simulations."""
         sizes, given = self.sizes_for(extents), []
+        shapes = self._shapes(sizes, None)
         for name, x in zip(self.fusion.inputs, inputs, strict=True):
-            if isinstance(x, Tensor) and self._is_sized(name):
-                shape = with_numbers(self.definition.values[name].shape, sizes)
+            if isinstance(x, Tensor) and (shape := shapes.get(name)) is not None:
                 x = _in(torch.zeros(shape, dtype=x.dtype), x)
             given.append(x)
         for symbol in self.masks or {}:
@@ -324,10 +323,9 @@ class SizedProgram(Program):
 
     def cut_all(self, results: Sequence[Any], extents: Extents) -> Iterator[Any]:
         """Yield the rows of global results that there are."""
+        shapes = self._shapes(extents, None)
         for name, x in zip(self.fusion.outputs, results, strict=True):
-            shape = with_numbers(self.definition.values[name].shape, extents)
-            is_cut = isinstance(x, Tensor) and self._is_sized(name)
-            yield x[tuple(slice(0, n) for n in shape)] if is_cut else x
+            yield self._cut(x, shapes.get(name))
 
 
 def sized(
@@ -356,9 +354,9 @@ class _Room:
     """
 
     memory: Tensor
-    shape: tuple[int, ...] | None = None
+    shape: Shape | None = None
 
-    def of(self, shape: tuple[int, ...]) -> Tensor:
+    def of(self, shape: Shape) -> Tensor:
         """Return a tensor in it; rows that fill up have numbers of this input, or zeros."""
         if shape != self.shape:  # another row's numbers may be no index where they lie now
             self.memory.zero_()
@@ -366,7 +364,12 @@ class _Room:
         return self.memory[: prod(shape)].view(shape)
 
 
+def _first(x: Tensor, shape: Shape) -> Tensor:
+    """Return the first elements of a tensor along each dim."""
+    return x[tuple(slice(0, n) for n in shape)]
+
+
 def _in(room: Tensor, x: Tensor) -> Tensor:
     """Copy a tensor into the first rows of a larger one."""
-    room[tuple(slice(0, n) for n in x.shape)].copy_(x)
+    _first(room, x.shape).copy_(x)
     return room

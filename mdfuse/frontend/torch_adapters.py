@@ -18,7 +18,12 @@ from mdfuse.frontend.ops import BY_NAME
 
 
 def _dropout(input: Handle, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-    _not_in_place("dropout", inplace)
+    if inplace:
+        raise DefinitionError(
+            "dropout with inplace=True",
+            because="a value of a fusion is computed once",
+            hint="leave the argument out",
+        )
     if training and p:
         raise DefinitionError(
             f"F.dropout of %{input.name} with p={p}",
@@ -26,15 +31,6 @@ def _dropout(input: Handle, p: float = 0.5, training: bool = True, inplace: bool
             hint=f"fd.ops.dropout(x, {p}, seed=1), or training=False",
         )
     return BY_NAME["set"](input)
-
-
-def _not_in_place(name: str, inplace: bool) -> None:
-    if inplace:
-        raise DefinitionError(
-            f"{name} with inplace=True",
-            because="a value of a fusion is computed once",
-            hint="leave the argument out",
-        )
 
 
 def _embedding(

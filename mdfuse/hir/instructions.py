@@ -1,6 +1,6 @@
-"""The table of host instructions: one row says all that passes, the verifier and plans must know.
+"""The table of host instructions, whose rows passes, the verifier and plans read.
 
-A row of the op table is an instruction too: what its row says there holds here (`row_of`).
+A row of the op table is an instruction, too, with the same properties (`row_of`).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class Row:
     """A row of the table: one host instruction.
 
     Attributes:
-        name: what programs call it.
+        name: its name in programs.
         operands: how many it takes at least, and at most; None: any number.
-        takes: what its operands are: names of buffers (or of handles, for wait), or also numbers
-            and nothing, as the op table takes them.
+        takes: the kind of its operands: names of buffers (or of handles, for wait), or also
+            numbers and nothing, as the op table takes them.
         attrs: its attributes; there are no others.
-        makes: what the name that it defines stands for; None: it defines none.
+        makes: the kind of the name that it defines; None: it defines none.
         results: how many names it defines, where it makes values.
         is_view: the result may share the memory of the operand.
         may_copy: the view has to be a copy where the elements do not lie so, or always where it
@@ -198,7 +198,7 @@ def _named(flag: str) -> tuple[str, ...]:
 
 #: Instructions that begin a communication.
 POSTS = _named("is_post")
-#: Those that name a peer, and are no part of a communication of a whole team.
+#: Posts that name a peer, outside of communications of a whole team.
 TRANSFERS = ("send", "recv")
 #: Instructions that belong to communications.
 COMMUNICATIONS = _named("communicates")

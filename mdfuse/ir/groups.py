@@ -161,7 +161,7 @@ def shape_of_groups_grad(shapes: Shapes, attrs: Attrs) -> Shape:
 
 
 def local_groups(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
-    """Say which rows, and which groups, this rank has."""
+    """Add the rows and the groups that this rank has."""
     x, groups = part[0], part.out if "shape" in attrs else part[1]
     local = dict(attrs)
     if not x.has_all(0):

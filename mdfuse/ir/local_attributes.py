@@ -12,7 +12,7 @@ from mdfuse.ir.shifts import has_most
 from mdfuse.layouts.blocks import Cut, as_blocks, segments
 from mdfuse.layouts.boxes import Box, Interval, Rows, box_shape
 
-#: Each block of a dim, and what a rank has of it.
+#: Each block of a dim, and the rows of it that a rank has.
 Pieces = tuple[tuple[Interval, Interval], ...]
 
 
@@ -23,8 +23,8 @@ class TensorPart:
     Attributes:
         shape: of the whole.
         box: the part; dims in blocks are counted from 0.
-        cuts: dim in blocks -> these.
-        runs: dim of which a rank may have several runs of rows -> those that it has.
+        cuts: dim in blocks -> its blocks.
+        runs: dim of which a rank may have several runs of rows -> its runs.
         moved: dim of an operand of which the rank has just the rows that it needs -> by how many
             rows these lie behind those of the result.
     """
@@ -45,7 +45,7 @@ class TensorPart:
 
     @property
     def blocks(self) -> dict[int, Pieces]:
-        """For each dim in blocks, but for zigzag order, each block and what the rank has of it."""
+        """For each dim in blocks, but for zigzag order, each block and the rows of the rank."""
         return {
             d: tuple(zip(segments(self.cuts[d].blocks, self.shape[d]), rows, strict=True))
             for d, rows in self.runs.items()
@@ -148,13 +148,13 @@ def local_squeeze(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
 
 
 def local_rows(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
-    """Say which rows of the table this rank has, unless it has all."""
+    """Add the rows of the table that this rank has, unless it has all."""
     table = part[1]
     return attrs if table.has_all(0) else {**attrs, "part": table.ends(0)}
 
 
 def local_positions(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
-    """Say which rows of the query, and which keys, a causal attention has, unless it has all."""
+    """Add the rows of the query and the keys of a causal attention, unless all are here."""
     if not attrs.get("is_causal"):
         return attrs
     for at, name in enumerate(("rows", "keys")):
@@ -166,12 +166,12 @@ def local_positions(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
 
 
 def whole_positions(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
-    """Leave out which rows and keys are here."""
+    """Leave out the rows and the keys that are here."""
     return {name: x for name, x in attrs.items() if name not in ("rows", "keys")}
 
 
 def local_parts(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
-    """Say which rows and keys an attention has, and how many of the parts of its keys."""
+    """Add the rows and the keys of an attention, and the number of parts of its keys here."""
     ((first, stop), *_) = part.out.box
     return {**local_positions(attrs, part), "parts": stop - first}
 
@@ -182,7 +182,7 @@ def whole_parts(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
 
 
 def local_places(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
-    """Say what a window takes of this rank's part, and where that lies in the whole slice."""
+    """Add the rows that a window takes of this rank's part, and their place in the slice."""
     windows = []
     for d, (n, interval) in enumerate(zip(part[0].shape, part[0].box, strict=True)):
         start, end, step = (attrs[name][d] for name in ("starts", "ends", "steps"))
@@ -200,7 +200,7 @@ def local_places(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
 
 
 def whole_places(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
-    """Say what a window takes of the whole, from what it takes of one rank's part."""
+    """Add the rows that a window takes of the whole, from those of one rank's part."""
     x, shape = part.operands[0], part.out.shape
     if "places" not in attrs or x is None or len(x.shape) != len(shape):
         return attrs
@@ -232,7 +232,7 @@ def local_runs(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
 
 
 def local_taken(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
-    """Say what a rank's part of the result has of the cotangent of a slice, and where."""
+    """Add the rows of a slice's cotangent in the rank's part of the result, and their place."""
     ct, out = part[0], part.out
     sizes, taken, at = box_shape(ct.box), [], []
     for d, (n, (begin, end)) in enumerate(zip(ct.shape, out.box, strict=True)):

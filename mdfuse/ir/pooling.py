@@ -199,7 +199,7 @@ def shape_of_pool_grad(shapes: Shapes, attrs: Attrs) -> Shape:
 
 
 def local_pool(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
-    """Say what stands around the rows that this rank has, and where they are."""
+    """Add the rows around those that this rank has, and their places."""
     x, kernel = part[0], tuple(attrs["kernel"])
     local = local_rows(attrs, x, part.out, kernel)
     if "around" not in local:
@@ -292,7 +292,7 @@ def shape_of_mean(shapes: Shapes, attrs: Attrs) -> Shape:
 
 
 def local_mean(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
-    """Say what stands around the rows that this rank has."""
+    """Add the rows around those that this rank has."""
     kernel = tuple(attrs["kernel"])
     how = {**attrs, "dilation": (1,) * len(kernel)}
     local = local_rows(how, part[0], part.out, kernel)

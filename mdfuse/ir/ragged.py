@@ -29,12 +29,7 @@ Part = tuple[int, int, int]
 
 
 def count(
-    ids: Tensor,
-    *,
-    experts: int,
-    parts: int,
-    rows: Part | None = None,
-    part: Part | None = None,
+    ids: Tensor, *, experts: int, parts: int, rows: Part | None = None, part: Part | None = None
 ) -> Tensor:
     """Count how many rows of each part go to each expert.
 
@@ -72,23 +67,15 @@ def group(
         bound: how many rows a part may have here, where these are a chunk of them.
         capacity: of a part for an expert; the fetch of the counts refuses more.
     """
-    ids = ids if ids.ndim == 2 else ids.unsqueeze(1)
     bound = _bound(ids.shape, n.shape, rows, part) if bound is None else bound
-    at = _places(ids, n, bound, rows, part)
-    return _put(x, at, ids.shape[1], (*n.shape, bound))
+    return _put(x, ids, _places(ids, n, bound, rows, part), (*n.shape, bound))
 
 
 def ungroup(
-    y: Tensor,
-    ids: Tensor,
-    n: Tensor,
-    *,
-    rows: Part | None = None,
-    part: Part | None = None,
+    y: Tensor, ids: Tensor, n: Tensor, *, rows: Part | None = None, part: Part | None = None
 ) -> Tensor:
     """Return the row of each choice of each token, [t,k,d]; zeros for those that are not there."""
-    ids = ids if ids.ndim == 2 else ids.unsqueeze(1)
-    return _taken(y, _places(ids, n, y.shape[2], rows, part), ids.shape)
+    return _taken(y, ids, _places(ids, n, y.shape[2], rows, part))
 
 
 def line_up(
@@ -102,36 +89,33 @@ def line_up(
     capacity: int | None = None,
 ) -> Tensor:
     """Put the rows of each part one behind the other, by expert: [p,b,d]; see `group`."""
-    ids = ids if ids.ndim == 2 else ids.unsqueeze(1)
     bound = _bound(ids.shape, n.shape, rows, part) if bound is None else bound
-    at = _lined_up(ids, n, bound, rows, part)
-    return _put(x, at, ids.shape[1], (n.shape[0], bound))
+    return _put(x, ids, _lined_up(ids, n, bound, rows, part), (n.shape[0], bound))
 
 
 def put_back(
-    y: Tensor,
-    ids: Tensor,
-    n: Tensor,
-    *,
-    rows: Part | None = None,
-    part: Part | None = None,
+    y: Tensor, ids: Tensor, n: Tensor, *, rows: Part | None = None, part: Part | None = None
 ) -> Tensor:
     """Return the row of each choice of each token, of rows that `line_up` made; see `ungroup`."""
-    ids = ids if ids.ndim == 2 else ids.unsqueeze(1)
-    return _taken(y, _lined_up(ids, n, y.shape[1], rows, part), ids.shape)
+    return _taken(y, ids, _lined_up(ids, n, y.shape[1], rows, part))
 
 
-def _put(x: Tensor, at: Tensor, choices: int, places: Shape) -> Tensor:
+def _put(x: Tensor, ids: Tensor, at: Tensor, places: Shape) -> Tensor:
     """Put the row of each choice of each token at its place; one behind the last is dropped."""
-    each = x if x.ndim == 3 else x.unsqueeze(1).expand(-1, choices, -1)
+    each = x if x.ndim == 3 else x.unsqueeze(1).expand(-1, _choices(ids.shape), -1)
     flat = x.new_zeros((math.prod(places) + 1, x.shape[-1]))
     return flat.index_copy_(0, at, each.flatten(0, 1))[:-1].view(*places, x.shape[-1])
 
 
-def _taken(y: Tensor, at: Tensor, choices: Shape) -> Tensor:
+def _taken(y: Tensor, ids: Tensor, at: Tensor) -> Tensor:
     """Take the row of each choice of each token from its place; zeros from behind the last."""
     flat = torch.cat([y.flatten(0, -2), y.new_zeros((1, y.shape[-1]))])
-    return flat[at].view(*choices, y.shape[-1])
+    return flat[at].view(ids.shape[0], _choices(ids.shape), y.shape[-1])
+
+
+def _choices(ids: Shape) -> int:
+    """Return the number of experts that a token has."""
+    return ids[1] if len(ids) == 2 else 1
 
 
 def multiply(x: Tensor, weight: Tensor, n: Tensor) -> Tensor:
@@ -175,11 +159,7 @@ def _size_here(whole: int, part: Part | None) -> int:
 
 
 def _keys(
-    ids: Tensor,
-    sizes: tuple[int, int],
-    parts: int,
-    rows: Part | None,
-    part: Part | None,
+    ids: Tensor, sizes: tuple[int, int], parts: int, rows: Part | None, part: Part | None
 ) -> Tensor:
     """Return which of the groups here each row belongs to, [t*k]; the last for those elsewhere."""
     ids = (ids if ids.ndim == 2 else ids.unsqueeze(1)).long()
@@ -191,13 +171,7 @@ def _keys(
     return torch.where(is_here, at * sizes[1] + ids, sizes[0] * sizes[1]).flatten()
 
 
-def _places(
-    ids: Tensor,
-    n: Tensor,
-    bound: int,
-    rows: Part | None,
-    part: Part | None,
-) -> Tensor:
+def _places(ids: Tensor, n: Tensor, bound: int, rows: Part | None, part: Part | None) -> Tensor:
     """Return where each row lies among all places, [t*k]; behind the last if it lies nowhere.
 
     Rows of one part and expert lie in the order of the tokens, so in that of a stable sort.
@@ -213,13 +187,7 @@ def _places(
     return torch.where(places < limits[keys], keys * bound + places, n.numel() * bound)
 
 
-def _lined_up(
-    ids: Tensor,
-    n: Tensor,
-    bound: int,
-    rows: Part | None,
-    part: Part | None,
-) -> Tensor:
+def _lined_up(ids: Tensor, n: Tensor, bound: int, rows: Part | None, part: Part | None) -> Tensor:
     """Return where each row lies where the rows of a part lie one behind the other, [t*k]."""
     grouped = _places(ids, n, bound, rows, part)
     starts = torch.arange(n.shape[0], device=n.device).unsqueeze(1) * bound + n.cumsum(1) - n
@@ -231,7 +199,7 @@ def _lined_up(
 def _bound(ids: Shape, n: Shape, rows: Part | None = None, part: Part | None = None) -> int:
     """Return the number of rows of a part, all of which may go to one expert."""
     tokens, parts = (rows or (0, 0, ids[0]))[2], (part or (0, 0, n[0]))[2]
-    return -(-tokens // max(parts, 1)) * (ids[1] if len(ids) == 2 else 1)
+    return -(-tokens // max(parts, 1)) * _choices(ids)
 
 
 # -- shapes ----------------------------------------------------------------------------------------
@@ -277,14 +245,14 @@ def shape_of_put_back(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return [t, k, d]."""
     y, ids, n = _given(shapes, (3,), (1, 2), (2,))
     _alike((y[0], n[0]))
-    return (ids[0], ids[1] if len(ids) == 2 else 1, y[2])
+    return (ids[0], _choices(ids), y[2])
 
 
 def shape_of_ungroup(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return [t, k, d]."""
     y, ids, n = _given(shapes, (4,), (1, 2), (2,))
     _alike(*zip(y[:2], n, strict=True))
-    return (ids[0], ids[1] if len(ids) == 2 else 1, y[3])
+    return (ids[0], _choices(ids), y[3])
 
 
 def shape_of_multiply(shapes: Shapes, attrs: Attrs) -> Shape:
@@ -339,7 +307,7 @@ def shape_of_mask(shapes: Shapes, attrs: Attrs) -> Shape:
 
 
 def local_groups(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
-    """Say which tokens and parts this rank has."""
+    """Add the tokens and the parts that this rank has."""
     ids, counts = (part[0], part.out) if len(part.operands) == 1 else (part[1], part[2])
     if ids.has_all(0) and counts.has_all(0):
         return attrs
@@ -347,6 +315,6 @@ def local_groups(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
 
 
 def local_rows(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
-    """Say, besides, how many rows a part may have in a chunk of them."""
+    """Add, besides, the most rows of a part in a chunk of them."""
     attrs, (begin, stop) = local_groups(attrs, part), part.out.box[-2]
     return attrs if stop - begin == part.out.shape[-2] else {**attrs, "bound": stop - begin}

@@ -1,7 +1,7 @@
 """The keys that rows of a causal attention see, by their positions in the whole sequence.
 
 Rows and keys are runs of consecutive positions. Between two runs all is visible, or nothing, or a
-triangle whose last row sees the last key, or a band: so what is hidden is not computed.
+triangle whose last row sees the last key, or a band: so hidden pairs are not computed.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Tile(NamedTuple):
 def tiles(
     rows: Sequence[Run], keys: Sequence[Run], is_causal: bool, window: int | None = None
 ) -> list[Tile]:
-    """Return what rows see of keys, both in runs of positions: each visible pair once.
+    """Return the tiles of rows and keys, both in runs of positions: each visible pair once.
 
     >>> tiles([(4, 8)], [(0, 8)], True)
     [Tile(rows=(0, 4), keys=(0, 8), shift=4, window=None)]

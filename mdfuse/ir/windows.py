@@ -88,7 +88,7 @@ def with_rows(x: Tensor, around: Sequence[int], value: Any = 0) -> Tensor:
 def local_rows(
     attrs: dict[str, Any], read: TensorPart, result: TensorPart, kernel: Shape
 ) -> dict[str, Any]:
-    """Say what stands around the rows that this rank reads, unless it has all."""
+    """Add the rows around those that this rank reads, unless it has all."""
     n = len(kernel)
     (x, reads), (y, makes) = ((part.shape[-n:], part.box[-n:]) for part in (read, result))
     if (box_shape(reads), box_shape(makes)) == (x, y):

@@ -80,7 +80,7 @@ class Exchange:
                     yield box
 
     def _needed(self, at: At, need: tuple[Rows, ...]) -> Iterator[tuple[At, Box, int]]:
-        """Yield (coordinates of its holders, box, number of the term) for what a rank needs."""
+        """Yield (coordinates of its holders, box, number of the term) for each needed box."""
         source, terms = self.source, {a: at[b] for a, b in self.staying}
         every = [
             terms | source.numbered(n, self.reduced) for n in range(source.count(self.reduced))
@@ -92,7 +92,7 @@ class Exchange:
                     yield {**part, **term}, box, n
 
     def sent(self, rank: int) -> Iterator[tuple[int, Box]]:
-        """Yield (receiver, box) for all that a rank sends to others."""
+        """Yield (receiver, box) for each box that a rank sends to others."""
         at = self.source.at(rank)
         rows = self.source.rows(at) if at is not None else ()
         if at is None or rank in self.source.mesh.lost or not all(map(has_rows, rows)):

@@ -57,7 +57,7 @@ def _joined(columns: Sequence[Band | None], cells: Sequence[str]) -> str:
 
 
 def _is_inside(a: Band | None, b: Band | None) -> bool:
-    """Tell whether two neighbours are chunks of one part."""
+    """Return whether two neighbours are chunks of one part."""
     return a is not None and b is not None and b.chunk is not None and a.where == b.where
 
 

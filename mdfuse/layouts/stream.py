@@ -16,8 +16,8 @@ JOINED = ("lse", "max", "min", "prod", "sum")
 class Stream:
     """Compute the tensor in a loop of the host over chunks of `dim`.
 
-    A value that gives the dim up, as a sum over it does, is added up: an iteration computes what
-    its chunk gives, and `op` says how that joins what there is; see `Stream.over`.
+    A value without the dim, as a sum over it, is accumulated: an iteration computes the part of
+    its chunk, and `op` joins it to the parts before; see `Stream.over`.
 
     Args:
         dim: the dim that is split; each rank splits its own part of it. -1 with `op`.

@@ -172,7 +172,7 @@ Action(stage=0, phase='W', microbatch=0)),)
         return 1 + max((a.microbatch for row in self.actions for a in row), default=-1)
 
     def has(self, phase: Phase) -> bool:
-        """Tell whether any action is of a phase."""
+        """Return whether any action is of a phase."""
         return any(a.phase == phase for row in self.actions for a in row)
 
     def timed(

@@ -19,7 +19,7 @@ from mdfuse.plan.signature import span
 
 
 def has_dtensors(xs: Iterable[Any]) -> bool:
-    """Tell whether a DTensor is among some values; each run asks this.
+    """Return whether a DTensor is among some values; each run asks this.
 
     torch's module of DTensors is not imported for this: until a user imports it, there are none.
     """

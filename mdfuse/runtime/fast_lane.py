@@ -13,7 +13,7 @@ import torch
 from mdfuse.backends.base import Around, Sharing, Tracking
 from mdfuse.backends.nccl import lane as nccl_lane
 from mdfuse.backends.nccl import nccl_library as nccl_library
-from mdfuse.backends.nccl.cuda_driver import CudaDevice, Device
+from mdfuse.backends.nccl.cuda_driver import CudaDevice
 from mdfuse.backends.nccl.lane import NcclLane
 from mdfuse.backends.post_notes import PostInfo, Track
 from mdfuse.errors import BackendError
@@ -36,7 +36,7 @@ class Lanes:
 
     rank: int
     binding: Any
-    device: Device
+    device: CudaDevice
     watch: Watch
 
     def open(self, team: tuple[int, ...], store: Store) -> NcclLane:

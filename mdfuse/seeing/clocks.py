@@ -5,19 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import timedelta
 from time import perf_counter_ns, time_ns
-from typing import Protocol
+
+from mdfuse.torch_private import Store
 
 #: How often a rank asks; the quickest answer counts.
 _TIMES = 20
-
-
-class Store(Protocol):
-    """The part of a store that is used here: keys and values that all ranks share."""
-
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
-    def delete_key(self, key: str) -> bool: ...
 
 
 def offset(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache, lru_cache
 from importlib import resources
@@ -330,25 +330,14 @@ def find_table(
 def _shipped(machine: Machine, notes: list[str]) -> CostTable | None:
     """Return the table that ships for a device and its link; one of most ranks goes first.
 
-    A table of one GPU alone has no communications. They are then taken from the table of several
-    such GPUs in one host, for programs of several ranks.
+    One GPU alone takes that of several such GPUs, which do the same work.
     """
     tables = _tables(_files(resources.files("mdfuse").joinpath(_SHIPPED)), notes)
     alike = [t.by(machine.backend) for _, t in tables if t.machine.device == machine.device]
-
-    def best(some: Iterable[CostTable]) -> CostTable | None:
-        return max(
-            some, key=lambda t: (t.machine.backend == machine.backend, t.ranks), default=None
-        )
-
-    mine = best(t for t in alike if t.machine.link == machine.link)
-    if mine is None:
+    fitting = [t for t in alike if machine.link in (t.machine.link, "alone")]
+    if not fitting:
         notes += [f"{t.text}: not of link {machine.link}" for t in alike]
-    elif machine.link == "alone" and not mine.costs.links:
-        other = best(t for t in alike if t.costs.links)
-        if other is not None:
-            mine = replace(mine, costs=replace(mine.costs, links=other.costs.links))
-    return mine
+    return max(fitting, key=lambda t: (t.machine.backend == machine.backend, t.ranks), default=None)
 
 
 def _differs(table: Machine, machine: Machine) -> str | None:

@@ -116,8 +116,7 @@ class Costs:
             read and written. "across": elementwise work whose operands lie in different memory
             orders. "compiled", "compiled across" and "compiled rows across": compiled kernels. "one
             query": attention whose heads have one query each. "query" with features of a head:
-            seconds of each query of a head, by keys, on a processor. "attention" with features:
-            seconds by operations, counted as if nothing was masked.
+            seconds of each query of a head, by keys, on a processor.
         attentions: grids without a name: seconds by blocks of 128 queries of all heads, keys and
             features of a head. A grid goes before the curves of attention.
         multiprocessors: of a GPU: that many blocks are computed at once, so times rise in steps; 0:
@@ -298,7 +297,10 @@ class Costs:
         key = WorkKey("", dtype, is_causal=a.is_causal)
         grid = self.attentions.get(key, self.attentions.get(WorkKey("", dtype)))
         if grid is None:
-            return self._attention_of_heads(count, dtype, a, moved)
+            curve, seconds = self._query(dtype, a), count / self.flops
+            if curve is not None:
+                seconds = a.passes * a.heads * a.queries * curve.seconds(max(a.keys, 1))
+            return max(self._bytes(moved, dtype), seconds)
         counts, _, heads = grid.axes
         features = min((x for x in heads if x >= a.features), default=a.features)
         blocks: float = a.blocks
@@ -307,22 +309,12 @@ class Costs:
         sizes = (1, 1, features) if a.queries == 1 else (blocks, a.keys, features)
         return max(self._bytes(moved, dtype), a.passes * grid.seconds(*sizes))
 
-    def _attention_of_heads(self, count: int, dtype: str, a: Attention, moved: int) -> float:
-        """Return the seconds of attention, as measured with heads of the nearest size.
+    def _query(self, dtype: str, a: Attention) -> Curve | None:
+        """Return the curve of a query, which a core takes through all keys; None: not measured.
 
-        A core computes query by query, each of which goes through all keys; where that was not
-        measured, the number of operations counts.
+        It is that of heads of the nearest size, with the mask where it was measured.
         """
-        seconds = count / self.flops
-        if (curve := self._nearest("query", dtype, a)) is not None:
-            seconds = a.passes * a.heads * a.queries * curve.seconds(max(a.keys, 1))
-        elif (curve := self._nearest("attention", dtype, a)) is not None:
-            seconds = a.passes * curve.seconds(max(count / a.passes, 1))
-        return max(self._bytes(moved, dtype), seconds)
-
-    def _nearest(self, name: str, dtype: str, a: Attention) -> Curve | None:
-        """Return the curve of heads of the nearest size, with the mask where it was measured."""
-        keys = [k for k in self.works if k[:2] == (name, dtype) and k.features and not k.is_causal]
+        keys = [k for k in self.works if k[:2] == ("query", dtype) and not k.is_causal]
         if not keys:
             return None
         key = min(keys, key=lambda k: abs(math.log(k.features / max(a.features, 1))))

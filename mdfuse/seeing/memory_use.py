@@ -1,8 +1,7 @@
 """Memory over time: which buffers a rank holds at each instruction of its program.
 
-What the program itself says is counted: inputs from the start, each value from where it is bound to
-where it is freed, views with what they are views of. What a plan saves by giving values the same
-memory, and what libraries take for themselves, is not.
+The count follows the program: inputs from the start, each value from its binding to its free, views
+with their base. It knows neither values of a plan that share memory, nor memory of libraries.
 """
 
 from __future__ import annotations
@@ -197,7 +196,7 @@ class _Live:
 
 
 def _seen(i: Instruction, lies: Dims | None, program: HostProgram) -> Dims | None:
-    """Return how a view of what lies in an order does; None where its elements lie with gaps."""
+    """Return the memory order of a view of a value in some order; None where it has gaps."""
     if lies is None:
         return None
     if i.op == "permute":

@@ -495,8 +495,7 @@ def test_who_moves_nothing_tells_too() -> None:
 # -- in memory of the host -------------------------------------------------------------------------
 
 
-@pytest.fixture
-def pair() -> Iterator[tuple[SymmetricBackend, SymmetricBackend]]:
+def two_ranks() -> Iterator[tuple[SymmetricBackend, SymmetricBackend]]:
     """Two ranks in this process, with a team."""
     store = HashStore()
     ranks = [
@@ -507,6 +506,9 @@ def pair() -> Iterator[tuple[SymmetricBackend, SymmetricBackend]]:
     yield ranks[0], ranks[1]
     for backend in ranks:
         backend.close()
+
+
+pair = pytest.fixture(name="pair")(two_ranks)
 
 
 def joined(*works: Callable[[], object]) -> list[Any]:

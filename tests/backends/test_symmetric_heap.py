@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,9 +19,8 @@ from mdfuse.backends.symmetric.host_memory import this_process
 from mdfuse.backends.symmetric.symmetric_backend import SymmetricBackend
 from mdfuse.errors import BackendError
 from mdfuse.layouts.call import Call
-from mdfuse.torch_private import HashStore
 
-from .test_symmetric import drawn, gather, joined
+from .test_symmetric import drawn, gather, joined, two_ranks
 
 #: As many elements as are read where they lie: more than all slots have room for.
 MANY = 600_001
@@ -30,17 +28,7 @@ MANY = 600_001
 Pair = tuple[SymmetricBackend, SymmetricBackend]
 
 
-@pytest.fixture
-def pair() -> Iterator[Pair]:
-    store = HashStore()
-    ranks = [
-        SymmetricBackend(rank=r, device=torch.device("cpu"), store=store, timeout_s=0.3)
-        for r in (0, 1)
-    ]
-    joined(*(partial(backend.prepare, [(0, 1)]) for backend in ranks))
-    yield ranks[0], ranks[1]
-    for backend in ranks:
-        backend.close()
+pair = pytest.fixture(name="pair")(two_ranks)
 
 
 @pytest.fixture

@@ -201,16 +201,22 @@ def test_what_was_chosen_is_told(pays: str) -> None:
     assert "for %i in" in str(found)
 
 
-#: The table that ships for a GPU, which was alone.
-H200 = Path(mf.__file__).parent / "seeing/tables/NVIDIA_H200-alone-nccl-0-1.json"
+@pytest.fixture
+def alone(tmp_path: Path) -> str:
+    """The file of a table of one GPU alone: that which ships, without links."""
+    ships = Path(mf.__file__).parent / "seeing/tables/NVIDIA_H200-peer-nccl-0-2.json"
+    entries = json.loads(ships.read_text())
+    entries["costs"]["links"] = {}
+    (tmp_path / "alone.json").write_text(json.dumps(entries))
+    return str(tmp_path / "alone.json")
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_layer_has_four_windows(size: int) -> None:
+def test_a_layer_has_four_windows(size: int, alone: str) -> None:
     """A layer of 70B, by a table that ships: between windows are launches, loops copy nothing."""
     layer = Layer(width=8192, heads=64, kv_heads=8, head=128, hidden=28672)
     fd = layer.definition(DeviceMesh.arange(tp=size), 4096, torch.bfloat16)
-    found = mf.compile(fd, replace(AUTO, costs=str(H200), compile="always"))
+    found = mf.compile(fd, replace(AUTO, costs=alone, compile="always"))
     links, *chosen, whole = told(found)
     assert links.startswith("no links in calibrated: NVIDIA H200") and "those of H100" in links
     assert [line.count("linear") for line in chosen] == [3, 1, 2, 1]
@@ -222,7 +228,7 @@ def test_a_layer_has_four_windows(size: int) -> None:
     assert sum(i.op == "launch" for i in found.host) == (3 if size == 2 else 4)
     copied = [j for i in loops for j in i.body if j.fn in ("set", "cat", "pack")]
     assert not copied
-    costs = replace(named(str(H200))[0], links=H100.links)
+    costs = replace(named(alone)[0], links=H100.links)
     plain = mf.compile(fd, Options(compile="always"))
     assert found.timeline(costs).seconds < 0.95 * plain.timeline(costs).seconds
 

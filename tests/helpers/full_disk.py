@@ -1,4 +1,4 @@
-"""Disks that are full, and folders that nobody may write into."""
+"""Disks that are full, folders that nobody may write into, and those that ranks share."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+import mdfuse as mf
 
 
 @contextmanager
@@ -50,3 +52,10 @@ def failing(moment: str, only: str = "") -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, fails)
         yield
+
+
+def shared_folder(comm: mf.Communicator, tmp_path: Path, key: str) -> Path:
+    """A folder of rank 0's, on all ranks."""
+    if comm.rank == 0:
+        comm.store.set(key, str(tmp_path))
+    return Path(comm.store.get(key).decode())

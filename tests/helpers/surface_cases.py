@@ -316,70 +316,47 @@ OWN: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
     "broadcast_in_dim": (
         "v", lambda ops, v: ops.broadcast_in_dim(v, (5, 4), (1,)), lambda v: v.expand(5, 4)),
     "stride_order": ("x", lambda ops, x: ops.stride_order(x, (0, 1)), lambda x: x),
-    "paged_attention": (
-        "x", lambda ops, x: ops.paged_attention(
-            *(ops.reshape(x, (5, 1, 1, 4)) for _ in range(3)), ops.tensor(PAGES),
-            ops.tensor(LENGTHS)), paged_rows,
-    ),
-    "attention": (
-        "q y", lambda ops, q, y: ops.attention(q, q, q, is_causal=True, scale=0.5),
-        lambda q, y: (
-            F.scaled_dot_product_attention(q, q, q, is_causal=True, scale=0.5),
-            (q @ q.mT * 0.5).masked_fill(torch.ones(5, 5).triu(1) > 0, float("-inf")).logsumexp(-1),
-        ),
-    ),
-    "attention-shared": (
-        "q k", lambda ops, q, k: ops.attention(q, k, k, enable_gqa=True).output,
-        lambda q, k: F.scaled_dot_product_attention(q, k, k, enable_gqa=True),
-    ),
-    "attention-mask": (
-        "q i", lambda ops, q, i: ops.attention(q, q, q, i[:, :1] > 0).output,
-        lambda q, i: F.scaled_dot_product_attention(q, q, q, (i[:, :1] > 0).expand(5, 5)),
-    ),
+    "paged_attention": ("x", lambda ops,
+                        x: ops.paged_attention(*(ops.reshape(x, (5, 1, 1, 4)) for _ in range(3)),
+                        ops.tensor(PAGES), ops.tensor(LENGTHS)), paged_rows),
+    "attention": ("q y", lambda ops, q, y: ops.attention(q, q, q, is_causal=True, scale=0.5),
+                  lambda q,
+                  y: (F.scaled_dot_product_attention(q, q, q, is_causal=True, scale=0.5),
+                  (q @ q.mT * 0.5).masked_fill(torch.ones(5, 5).triu(1) > 0,
+                  float("-inf")).logsumexp(-1))),
+    "attention-shared": ("q k", lambda ops, q, k: ops.attention(q, k, k, enable_gqa=True).output,
+                         lambda q, k: F.scaled_dot_product_attention(q, k, k, enable_gqa=True)),
+    "attention-mask": ("q i", lambda ops, q, i: ops.attention(q, q, q, i[:, :1] > 0).output,
+                       lambda q,
+                       i: F.scaled_dot_product_attention(q, q, q, (i[:, :1] > 0).expand(5, 5))),
     "sum-none": ("x", lambda ops, x: ops.sum(x, dims=()), lambda x: x),
     "sum-dims": ("a", lambda ops, a: ops.sum(a, dims=[0, 2]), lambda a: a.sum((0, 2))),
     "squeeze-dims": ("one", lambda ops, x: ops.squeeze(x, dims=1), lambda x: x.squeeze(1)),
     "var-dims": ("a", lambda ops, a: ops.var(a, dims=(0, 1)), lambda a: a.var((0, 1))),
     "max-dims": ("x", lambda ops, x: ops.max(x, dims=[1]), lambda x: x.amax(1)),
     "min-dims": ("a", lambda ops, a: a.min((0, 2), True), lambda a: a.amin((0, 2), True)),
-    "full": (
-        "x",
-        lambda ops, x: (x + ops.full((5, 4), 0.5), ops.full((3,), True), ops.full([2, 2], 3)),
-        lambda x: (x + 0.5, torch.full((3,), True), torch.full((2, 2), 3)),
-    ),
-    "zeros": (
-        "x",
-        lambda ops, x: (ops.zeros(2, 3), ops.zeros((0, 4), dtype=torch.int8), x + ops.zeros(4)),
-        lambda x: (torch.zeros(2, 3), torch.zeros((0, 4), dtype=torch.int8), x),
-    ),
+    "full": ("x", lambda ops,
+             x: (x + ops.full((5, 4), 0.5), ops.full((3,), True), ops.full([2, 2], 3)),
+             lambda x: (x + 0.5, torch.full((3,), True), torch.full((2, 2), 3))),
+    "zeros": ("x", lambda ops,
+              x: (ops.zeros(2, 3), ops.zeros((0, 4), dtype=torch.int8), x + ops.zeros(4)),
+              lambda x: (torch.zeros(2, 3), torch.zeros((0, 4), dtype=torch.int8), x)),
     "ones": (
         "x", lambda ops, x: (ops.ones([5, 1]) * x, ops.ones(())), lambda x: (x, torch.ones(()))),
-    "arange": (
-        "x",
-        lambda ops, x: (
-            x * ops.arange(4), ops.arange(2, 9, 3), ops.arange(5, -4, -2), ops.arange(0.5, 3),
-            ops.arange(1, 2, 0.25, dtype=torch.float64), ops.arange(3, dtype=torch.int8),
-            ops.arange(0), x + ops.arange(5)[:, None],
-        ),
-        lambda x: (
-            x * torch.arange(4), torch.arange(2, 9, 3), torch.arange(5, -4, -2),
-            torch.arange(0.5, 3), torch.arange(1, 2, 0.25, dtype=torch.float64),
-            torch.arange(3, dtype=torch.int8), torch.arange(0), x + torch.arange(5)[:, None],
-        ),
-    ),
-    "tensor": (
-        "x",
-        lambda ops, x: (
-            x + ops.tensor([1.5, 2, 3, -1]), ops.tensor([[1, 2], [3, 4], [5, 6]]), ops.tensor(2),
-            ops.tensor(torch.eye(5, 4)) * x, ops.tensor([True, False]),
-            ops.tensor([0.5, 1], dtype=torch.half),
-        ),
-        lambda x: (
-            x + torch.tensor([1.5, 2, 3, -1]), torch.tensor([[1, 2], [3, 4], [5, 6]]),
-            torch.tensor(2), torch.eye(5, 4) * x, torch.tensor([True, False]),
-            torch.tensor([0.5, 1], dtype=torch.half),
-        ),
-    ),
+    "arange": ("x", lambda ops,
+               x: (x * ops.arange(4), ops.arange(2, 9, 3), ops.arange(5, -4, -2), ops.arange(0.5,
+               3), ops.arange(1, 2, 0.25, dtype=torch.float64), ops.arange(3, dtype=torch.int8),
+               ops.arange(0), x + ops.arange(5)[:, None]),
+               lambda x: (x * torch.arange(4), torch.arange(2, 9, 3), torch.arange(5, -4, -2),
+               torch.arange(0.5, 3), torch.arange(1, 2, 0.25, dtype=torch.float64), torch.arange(3,
+               dtype=torch.int8), torch.arange(0), x + torch.arange(5)[:, None])),
+    "tensor": ("x", lambda ops,
+               x: (x + ops.tensor([1.5, 2, 3, -1]), ops.tensor([[1, 2], [3, 4], [5, 6]]),
+               ops.tensor(2), ops.tensor(torch.eye(5, 4)) * x, ops.tensor([True, False]),
+               ops.tensor([0.5, 1], dtype=torch.half)),
+               lambda x: (x + torch.tensor([1.5, 2, 3, -1]), torch.tensor([[1, 2], [3, 4], [5, 6]]),
+               torch.tensor(2), torch.eye(5, 4) * x, torch.tensor([True, False]), torch.tensor([0.5,
+               1], dtype=torch.half))),
 }  # fmt: skip
 
 OWN |= surface_more.OWN

@@ -108,53 +108,31 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "no number": (lambda: Shard(0, blocks=0), "blocks=0"),
     "a word": (lambda: Shard(0, blocks="3"), "how many equal ones"),  # type: ignore[arg-type]
     "less than nothing": (lambda: Shard(0, blocks=(4, -1)), "a list of their sizes"),
-    "not the dim": (
-        lambda: Layout(TP, {"tp": Shard(0, (4, 2))}).local_shape((7,)),
-        "they have 6 rows together",
-    ),
+    "not the dim": (lambda: Layout(TP, {"tp": Shard(0, (4, 2))}).local_shape((7,)),
+                    "they have 6 rows together"),
     "unequal": (lambda: Layout(TP, {"tp": Shard(0, 3)}).local_shape((7,)), "not 3 equal blocks"),
     "not the dim of a value": (lambda: stated(Shard(0, (4, 2)), 7, 3), "%x: blocks [4,2] of a dim"),
     "unequal, without elements": (lambda: stated(Shard(0, 3), 7, 0), "not 3 equal blocks"),
     "no rows": (lambda: stated(Shard(0, (4, 2)), 0, 3), "they have 6 rows together"),
-    "different blocks": (
-        lambda: Layout(GRID, {"a": Shard(0, 2), "b": Shard(0, 4)}),
-        "a and b split dim 0 in different blocks",
-    ),
-    "blocks that a plain split cut": (
-        lambda: Layout(GRID, {"a": Shard(0), "b": Shard(0, 3)}),
-        "b splits the blocks of dim 0 inside of a",
-    ),
-    "unequal blocks, shared out": (
-        lambda: Layout(GRID, {"a": Shard(0), "b": Shard(0, (4, 2))}),
-        "order={0: ('b', …)}",
-    ),
-    "a stream of other chunks": (
-        lambda: Layout(TP, {"tp": Shard(0, 2)}, stream=mf.Stream(0, 4)),
-        "a piece of one of equal blocks",
-    ),
-    "a stream of unequal blocks": (
-        lambda: Layout(TP, {"tp": Shard(0, (1, 3))}, stream=mf.Stream(0, (1, 3))),
-        "a piece of one of equal blocks",
-    ),
-    "a stream beside a plain split": (
-        lambda: Layout(GRID, {"a": Shard(0, 2), "b": Shard(0)}, stream=mf.Stream(0, 2)),
-        "a piece of one of equal blocks",
-    ),
-    "a ring of blocks": (
-        lambda: Layout(TP, {"tp": Shard(0, 2)}, stream=mf.Stream(0, 2, rotate="tp")),
-        "each rank starts at its own chunk",
-    ),
-    "a stream between two axes": (
-        lambda: Layout(
-            GRID, {"a": Shard(0), "b": Shard(0)}, {0: ("a", "stream", "b")}, mf.Stream(0, 2)
-        ),
-        "put the stream first",
-    ),
-    "a stream of another dim in an order": (
-        lambda: Layout(TP, {"tp": Shard(0)}, {0: ("stream", "tp")}, mf.Stream(1, 2)),
-        "put the stream first",
-    ),
-}
+    "different blocks": (lambda: Layout(GRID, {"a": Shard(0, 2), "b": Shard(0, 4)}),
+                         "a and b split dim 0 in different blocks"),
+    "blocks that a plain split cut": (lambda: Layout(GRID, {"a": Shard(0), "b": Shard(0, 3)}),
+        "b splits the blocks of dim 0 inside of a"),
+    "unequal blocks, shared out": (lambda: Layout(GRID, {"a": Shard(0), "b": Shard(0, (4, 2))}),
+        "order={0: ('b', …)}"),
+    "a stream of other chunks": (lambda: Layout(TP, {"tp": Shard(0, 2)}, stream=mf.Stream(0, 4)),
+        "a piece of one of equal blocks"),
+    "a stream of unequal blocks": (lambda: Layout(TP, {"tp": Shard(0, (1, 3))}, stream=mf.Stream(0,
+        (1, 3))), "a piece of one of equal blocks"),
+    "a stream beside a plain split": (lambda: Layout(GRID, {"a": Shard(0, 2), "b": Shard(0)},
+        stream=mf.Stream(0, 2)), "a piece of one of equal blocks"),
+    "a ring of blocks": (lambda: Layout(TP, {"tp": Shard(0, 2)}, stream=mf.Stream(0, 2,
+                         rotate="tp")), "each rank starts at its own chunk"),
+    "a stream between two axes": (lambda: Layout(GRID, {"a": Shard(0), "b": Shard(0)}, {0: ("a",
+        "stream", "b")}, mf.Stream(0, 2)), "put the stream first"),
+    "a stream of another dim in an order": (lambda: Layout(TP, {"tp": Shard(0)}, {0: ("stream",
+        "tp")}, mf.Stream(1, 2)), "put the stream first"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", WRONG)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.full_disk import failing
+from helpers.full_disk import failing, shared_folder
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard
@@ -26,13 +26,6 @@ def counter(comm: mf.Communicator, rows: int = 7) -> mf.Step:
         fd.add_output(n + 1, reuse=n)
     part = mf.shard_tensor(torch.zeros(rows), mesh, split, rank=comm.rank)
     return mf.Step(mf.compile(fd), {"n": part.clone().to(comm.device)})
-
-
-def shared_folder(comm: mf.Communicator, tmp_path: Path, key: str) -> Path:
-    """A folder of rank 0's, on all ranks."""
-    if comm.rank == 0:
-        comm.store.set(key, str(tmp_path))
-    return Path(comm.store.get(key).decode())
 
 
 @pytest.mark.parametrize("rows", [7, 1])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.drawn import drawn
-from helpers.full_disk import failing, room
+from helpers.full_disk import failing, room, shared_folder
 from helpers.shown_reports import not_said, shown
 from torch import Tensor
 
@@ -94,13 +94,6 @@ def test_a_portable_state_is_read_in_another_layout(comm: mf.Communicator, tmp_p
 
 
 # -- bad days ------------------------------------------------------------------------------------
-
-
-def shared_folder(comm: mf.Communicator, tmp_path: Path, key: str) -> Path:
-    """A folder of rank 0's, on all ranks."""
-    if comm.rank == 0:
-        comm.store.set(key, str(tmp_path))
-    return Path(comm.store.get(key).decode())
 
 
 def running(comm: mf.Communicator) -> mf.Step:

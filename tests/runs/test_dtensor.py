@@ -580,67 +580,39 @@ def test_outputs_that_are_no_dtensors() -> None:
 Spoil = Callable[[DTensor, TorchMesh], Any]
 
 WRONG: dict[str, tuple[Spoil, list[str]]] = {
-    "placement": (
-        lambda x, mesh: DTensor.from_local(torch.ones(8, 1), mesh, [S1]),
-        ["laid out as (tp=S1), expected (tp=S0)", "x.redistribute(mesh, [Shard(0)])",
-         'layout={"tp": Shard(1)}', "input %x of @mlp"],
-    ),
-    "partial": (
-        lambda x, mesh: DTensor.from_local(torch.ones(8, 4), mesh, [TorchPartial()]),
-        ["(tp=P(sum))", "x.redistribute"],
-    ),
-    "shape": (
-        lambda x, mesh: cut(torch.ones(12, 4), Layout(FOUR, {"tp": Shard(0)}), mesh, 2),
-        ["DTensor of shape (12, 4), expected (8, 4)"],
-    ),
-    "a part of another shape": (
-        lambda x, mesh: DTensor.from_local(
-            torch.ones(3, 4), mesh, [S0], run_check=False,
-            shape=torch.Size((8, 4)), stride=(4, 1),
-        ),
-        ["%x has shape (3, 4) on rank 2, expected (2, 4)"],
-    ),
-    "dtype": (
-        lambda x, mesh: cut(
-            torch.ones(8, 4).double(), Layout(FOUR, {"tp": Shard(0)}), mesh, 2
-        ),
-        ["dtype torch.float64, expected torch.float32"],
-    ),
-    "mesh": (
-        lambda x, mesh: DTensor.from_local(
-            torch.ones(2, 4), TorchMesh("cpu", [1, 0, 2, 3]), [S0], run_check=False
-        ),
-        ["expected mesh(tp=4)", "init_device_mesh(device, (4,), mesh_dim_names=('tp',))"],
-    ),
-    "shape of the mesh": (
-        lambda x, mesh: DTensor.from_local(
-            torch.ones(4, 4), torch_mesh(GRID), [S0, TorchReplicate()]
-        ),
-        ["on mesh(dp=2, tp=2), expected mesh(tp=4)"],
-    ),
-    "names of the mesh": (
-        lambda x, mesh: cut(
-            torch.ones(8, 4), Layout(FOUR, {"tp": Shard(0)}),
-            torch_mesh(DeviceMesh.arange(dp=4)), 2,
-        ),
-        ["on mesh(dp=4), expected mesh(tp=4)"],
-    ),
-    "slice": (
-        lambda x, mesh: DTensor.from_local(
-            torch.ones(4, 4), torch_mesh(GRID)["tp"], [S0], run_check=False
-        ),
-        ["%x: ", "is a slice of", "replicate along the axes"],
-    ),
-    "strided": (
-        lambda x, mesh: DTensor.from_local(
-            torch.ones(2, 4), mesh, [_StridedShard(0, split_factor=2)], run_check=False
-        ),
-        ["%x is a DTensor laid out as (tp=S0/2), expected (tp=S0)"],
-    ),
-    "more dims than the definition": (
-        lambda x, mesh: cut(torch.ones(8, 4, 1), Layout(FOUR, {"tp": Shard(0)}), mesh, 2),
-        ["DTensor of shape (8, 4, 1), expected (8, 4)"],
-    ),
+    "placement": (lambda x, mesh: DTensor.from_local(torch.ones(8, 1), mesh, [S1]),
+                  ["laid out as (tp=S1), expected (tp=S0)", "x.redistribute(mesh, [Shard(0)])",
+                  'layout={"tp": Shard(1)}', "input %x of @mlp"]),
+    "partial": (lambda x, mesh: DTensor.from_local(torch.ones(8, 4), mesh, [TorchPartial()]),
+                ["(tp=P(sum))", "x.redistribute"]),
+    "shape": (lambda x, mesh: cut(torch.ones(12, 4), Layout(FOUR, {"tp": Shard(0)}), mesh, 2),
+              ["DTensor of shape (12, 4), expected (8, 4)"]),
+    "a part of another shape": (lambda x,
+        mesh: DTensor.from_local(torch.ones(3, 4), mesh, [S0], run_check=False, shape=torch.Size((8,
+        4)), stride=(4, 1)), ["%x has shape (3, 4) on rank 2, expected (2, 4)"]),
+    "dtype": (lambda x,
+              mesh: cut(torch.ones(8, 4).double(), Layout(FOUR, {"tp": Shard(0)}), mesh, 2),
+              ["dtype torch.float64, expected torch.float32"]),
+    "mesh": (lambda x,
+             mesh: DTensor.from_local(torch.ones(2, 4), TorchMesh("cpu", [1, 0, 2, 3]), [S0],
+             run_check=False),
+             ["expected mesh(tp=4)", "init_device_mesh(device, (4,), mesh_dim_names=('tp',))"]),
+    "shape of the mesh": (lambda x,
+                          mesh: DTensor.from_local(torch.ones(4, 4), torch_mesh(GRID), [S0,
+                          TorchReplicate()]), ["on mesh(dp=2, tp=2), expected mesh(tp=4)"]),
+    "names of the mesh": (lambda x,
+                          mesh: cut(torch.ones(8, 4), Layout(FOUR, {"tp": Shard(0)}),
+                          torch_mesh(DeviceMesh.arange(dp=4)), 2),
+                          ["on mesh(dp=4), expected mesh(tp=4)"]),
+    "slice": (lambda x,
+              mesh: DTensor.from_local(torch.ones(4, 4), torch_mesh(GRID)["tp"], [S0],
+              run_check=False), ["%x: ", "is a slice of", "replicate along the axes"]),
+    "strided": (lambda x,
+                mesh: DTensor.from_local(torch.ones(2, 4), mesh, [_StridedShard(0, split_factor=2)],
+                run_check=False), ["%x is a DTensor laid out as (tp=S0/2), expected (tp=S0)"]),
+    "more dims than the definition": (lambda x,
+        mesh: cut(torch.ones(8, 4, 1), Layout(FOUR, {"tp": Shard(0)}), mesh, 2),
+        ["DTensor of shape (8, 4, 1), expected (8, 4)"]),
 }  # fmt: skip
 
 

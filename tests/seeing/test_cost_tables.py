@@ -188,25 +188,17 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return place
 
 
-def test_one_gpu_alone_has_the_links_of_several(shipped: Path, tmp_path: Path) -> None:
-    """Its work is its own; only what nobody can measure there is of others."""
+def test_one_gpu_alone_takes_the_table_of_several(shipped: Path, tmp_path: Path) -> None:
+    """But not the other way round: a table of one would say that communications take no time."""
     alone = replace(MACHINE, link="alone")
-    own = replace(TABLE, machine=alone, ranks=1, costs=replace(COSTS, links={}, launch_s=9e-6))
-    write(shipped, own)
-    table, _ = find_table(alone, tmp_path)
-    assert table is not None and not table.costs.links
     write(shipped, TABLE)
     write(shipped, replace(TABLE, machine=replace(MACHINE, device="another GPU")))
     table, told = find_table(alone, tmp_path)
-    assert table is not None and table.is_default and table.ranks == 1 and not told
-    assert table.costs.launch_s == 9e-6 and table.costs.links == COSTS.links
-    table, _ = find_table(MACHINE, tmp_path)
-    assert table is not None and table.ranks == 2 and table.costs.launch_s == 2e-6
-
-
-def test_gpus_together_do_without_a_table_of_one_alone(shipped: Path, tmp_path: Path) -> None:
-    """It would say that communications take no time."""
-    write(shipped, replace(TABLE, machine=replace(MACHINE, link="alone"), ranks=1))
+    assert table is not None and table.is_default and not told
+    assert table.costs.links == COSTS.links and table.machine == MACHINE
+    for path in shipped.iterdir():
+        path.unlink()
+    write(shipped, replace(TABLE, machine=alone, ranks=1))
     table, told = find_table(MACHINE, tmp_path)
     assert table is None and len(told) == 1
     assert "a GPU (alone, nccl), 1 ranks" in told[0] and told[0].endswith("not of link peer")
@@ -218,7 +210,7 @@ def test_a_local_calibration_goes_before_a_shipped_table(shipped: Path, tmp_path
     default, _ = find_table(other_versions, tmp_path / "local")
     assert default is not None and default.is_default
     assert default.costs.name.startswith("default: a GPU (peer, nccl), 2 ranks, 2026-11-23")
-    assert find_table(replace(MACHINE, link="alone"), tmp_path / "local")[0] is None
+    assert find_table(replace(MACHINE, link="host"), tmp_path / "local")[0] is None
     write(tmp_path / "local", replace(TABLE, machine=other_versions))
     local, _ = find_table(other_versions, tmp_path / "local")
     assert local is not None and not local.is_default

@@ -146,29 +146,15 @@ def plain_statistics(x: Tensor) -> list[Tensor]:
 
 MODELS = {
     "two stages": Model((normal(3, 4, 3, 5),), two_stages, lambda x: [x.sum(3) + x.sum(3)]),
-    "mlp": Model(
-        tuple(normal(*s, seed=i) for i, s in enumerate([(5, 6), (8, 6), (8,), (6, 8), (6,)])),
-        mlp,
-        plain_mlp,
-    ),
+    "mlp": Model(tuple(normal(*s, seed=i) for i, s in enumerate([(5, 6), (8, 6), (8,), (6, 8), (6,
+                 )])), mlp, plain_mlp),
     "attention": Model((normal(4, 5, 6), normal(18, 6, seed=1)), attention, plain_attention),
-    "loss": Model(
-        (torch.tensor([0, 10, 3, 3, 7, 1, 9]), normal(11, 4), normal(7, 11, seed=2) > -1),
-        loss,
-        plain_loss,
-    ),
-    "optimizer": Model(
-        (
-            *(normal(7, 3, seed=i) for i in range(2)),
-            normal(7, 3, seed=2).abs(),
-            normal(7, 3, seed=3),
-            0.01,
-        ),
-        optimizer,
-        plain_optimizer,
-    ),
+    "loss": Model((torch.tensor([0, 10, 3, 3, 7, 1, 9]), normal(11, 4), normal(7, 11, seed=2) > -1),
+                  loss, plain_loss),
+    "optimizer": Model((*(normal(7, 3, seed=i) for i in range(2)), normal(7, 3, seed=2).abs(),
+                       normal(7, 3, seed=3), 0.01), optimizer, plain_optimizer),
     "statistics": Model((normal(7, 5, 3),), statistics, plain_statistics),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -30,36 +30,6 @@ _BITS = 0xFFFFFFFF
 
 #: The result of a call in a thread to which no GPU belongs yet: CUDA_ERROR_INVALID_CONTEXT.
 _NO_CONTEXT = 201
-
-
-class Device(Protocol):
-    """The functions of a device that a lane uses."""
-
-    #: event, stream: the event happens once all work queued on the stream is done
-    record: Callable[[Any, Any], Any]
-    #: stream, event, 0: later work on the stream waits for the event
-    wait: Callable[[Any, Any, int], Any]
-
-    def stream(self, handle: int) -> Any:
-        """Return a stream in the form that `record` and `wait` take."""
-
-    def event(self) -> Any:
-        """Return a new event; it lives as long as its object."""
-
-    def track(self, handle: int) -> Track:
-        """Return a new track of posts on a stream."""
-
-    def new_stream(self) -> int:
-        """Make a stream to communicate on, and return its handle."""
-
-    def current_stream(self) -> int:
-        """Return the handle of the current stream."""
-
-    def enter(self) -> None:
-        """Make the device current in this thread."""
-
-    def synchronize(self) -> None:
-        """Return once everything queued on the device is done."""
 
 
 class _Event(ctypes.c_void_p):
@@ -106,8 +76,14 @@ class CudaDevice:
         library = library or ctypes.CDLL("libcuda.so.1")
         pointer, number = ctypes.c_void_p, ctypes.c_uint
         self._device = device
-        self.record = driver_function(library.cuEventRecord, pointer, pointer)
-        self.wait = driver_function(library.cuStreamWaitEvent, pointer, pointer, number)
+        #: event, stream: the event happens once all work queued on the stream is done
+        self.record: Callable[[Any, Any], Any] = driver_function(
+            library.cuEventRecord, pointer, pointer
+        )
+        #: stream, event, 0: later work on the stream waits for the event
+        self.wait: Callable[[Any, Any, int], Any] = driver_function(
+            library.cuStreamWaitEvent, pointer, pointer, number
+        )
         self._write = driver_function(
             library.cuStreamWriteValue32_v2, pointer, ctypes.c_uint64, ctypes.c_uint32, number
         )
@@ -118,9 +94,11 @@ class CudaDevice:
         self._streams: list[torch.cuda.Stream] = []
 
     def stream(self, handle: int) -> Any:
+        """Return a stream in the form that `record` and `wait` take."""
         return ctypes.c_void_p(handle)
 
     def event(self) -> Any:
+        """Return a new event; it lives as long as its object."""
         event = _Event()
         self._create(ctypes.byref(event), _DISABLE_TIMING)
         return event
@@ -138,16 +116,20 @@ class CudaDevice:
         return MarkedTrack(self._write, self.stream(handle), address)
 
     def new_stream(self) -> int:
+        """Make a stream to communicate on, and return its handle."""
         self._streams.append(torch.cuda.Stream(self._device))
         return int(self._streams[-1].cuda_stream)
 
     def current_stream(self) -> int:
+        """Return the handle of the current stream."""
         return current_raw_stream(self._device.index)
 
     def enter(self) -> None:
+        """Make the device current in this thread."""
         torch.cuda.set_device(self._device)
 
     def synchronize(self) -> None:
+        """Return once everything queued on the device is done."""
         torch.cuda.synchronize(self._device)
 
 

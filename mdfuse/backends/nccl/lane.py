@@ -31,7 +31,7 @@ from torch import OutOfMemoryError, Tensor
 
 from mdfuse.backends.base import Buffer, Posting, PostSite, Prepared, Work
 from mdfuse.backends.nccl import nccl_posts as nccl_posts
-from mdfuse.backends.nccl.cuda_driver import Device
+from mdfuse.backends.nccl.cuda_driver import CudaDevice
 from mdfuse.backends.nccl.nccl_posts import Port
 from mdfuse.backends.post_notes import PostInfo, PostLog, Track
 from mdfuse.backends.work import failure, first_line
@@ -71,7 +71,7 @@ class NcclLane:
     rank: int
     binding: Any
     comm: Any
-    device: Device
+    device: CudaDevice
     noter: PostLog
     _tracks: dict[int, Track] = field(default_factory=dict)
     _posts: dict[Any, tuple[tuple[Prepared, ...], Any] | None] = field(default_factory=dict)
@@ -267,7 +267,13 @@ class NcclLane:
 
 
 def open_lane(
-    team: tuple[int, ...], *, rank: int, store: Store, binding: Any, device: Device, noter: PostLog
+    team: tuple[int, ...],
+    *,
+    rank: int,
+    store: Store,
+    binding: Any,
+    device: CudaDevice,
+    noter: PostLog,
 ) -> NcclLane:
     """Make a team's lane; all members call it, for their teams in one global order.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -111,36 +111,8 @@ def too_few_queues() -> tuple[str, str] | None:
     )
 
 
-class Lane(Protocol):
-    """The queue of a team's moves on the device, which makes them in order."""
-
-    def begin(self) -> None:
-        """Queue later work behind all work queued on the current stream."""
-
-    def copy(self, target: int, source: int, size: int) -> None:
-        """Queue a copy of bytes between two addresses."""
-
-    def write(self, word: int, value: int) -> None:
-        """Queue a write of a word, which becomes visible after earlier copies."""
-
-    def wait(self, word: int, value: int) -> None:
-        """Queue a wait until a word has a value."""
-
-    def make(self, work: Callable[[], Made]) -> Made:
-        """Return the result of a function, in memory that belongs to the lane."""
-
-    def do(self, work: Callable[[], object]) -> None:
-        """Queue torch's work of a function."""
-
-    def end(self) -> Callable[[], None]:
-        """Return a function that lets the then current stream wait for all work queued so far."""
-
-    def era(self) -> int:
-        """Return the number of the capture that the lane takes part in; 0: none."""
-
-
 class CudaLane:
-    """A stream of its own, driven through libcuda."""
+    """The queue of a team's moves on the device: a stream of its own, which makes them in order."""
 
     def __init__(self, device: CudaDevice, number: int, library: Any = None) -> None:
         library = library or ctypes.CDLL("libcuda.so.1")
@@ -162,32 +134,40 @@ class CudaLane:
         )
 
     def begin(self) -> None:
+        """Queue later work behind all work queued on the current stream."""
         fork = self._device.event()
         self._device.record(fork, self._device.stream(self._device.current_stream()))
         self._device.wait(self._stream, fork, 0)
 
     def copy(self, target: int, source: int, size: int) -> None:
+        """Queue a copy of bytes between two addresses."""
         self._copy(target, source, size, self._stream)
 
     def write(self, word: int, value: int) -> None:
+        """Queue a write of a word, which becomes visible after earlier copies."""
         self._write(self._stream, word, value, 0)
 
     def wait(self, word: int, value: int) -> None:
+        """Queue a wait until a word has a value."""
         self._wait(self._stream, word, value, _EQUAL)
 
     def make(self, work: Callable[[], Made]) -> Made:
+        """Return the result of a function, in memory that belongs to the lane."""
         with torch.cuda.stream(self.stream):
             return work()
 
     def do(self, work: Callable[[], object]) -> None:
+        """Queue torch's work of a function."""
         self.make(work)
 
     def end(self) -> Callable[[], None]:
+        """Return a function that lets the then current stream wait for all work queued so far."""
         device, done = self._device, self._device.event()
         device.record(done, self._stream)
         return lambda: device.wait(device.stream(device.current_stream()), done, 0)
 
     def era(self) -> int:
+        """Return the number of the capture that the lane takes part in; 0: none."""
         status, era = ctypes.c_int(), _address()
         references = ctypes.byref(status), ctypes.byref(era)
         self._capture(self._stream, *references, None, None, None)

@@ -14,7 +14,7 @@ from functools import partial
 from typing import ClassVar
 
 from mdfuse.backends.algorithms import Copy, Reduce
-from mdfuse.backends.symmetric.cuda_memory import Lane
+from mdfuse.backends.symmetric.cuda_memory import CudaLane
 from mdfuse.backends.symmetric.cuda_turns import LaneOrder
 from mdfuse.backends.symmetric.moves import Move, Put, See, Show, Take
 from mdfuse.backends.symmetric.post_buffers import Buffers
@@ -51,10 +51,10 @@ class CudaTeam:
     index: int
     outboxes: Sequence[CudaOutbox]
     turns: LaneOrder
-    lane: Lane
-    tell: Lane
-    watch: Lane
-    behind: Lane
+    lane: CudaLane
+    tell: CudaLane
+    watch: CudaLane
+    behind: CudaLane
     #: signal -> the wait until its reader has taken the last shown pieces, and the capture of it
     _taken: dict[int, tuple[int, Callable[[], None]]] = field(default_factory=dict, init=False)
 
@@ -135,7 +135,7 @@ class CudaTeam:
         self.behind.make(tell.end())
         return era
 
-    def _see(self, see: See, target: int, answers: Lane) -> None:
+    def _see(self, see: See, target: int, answers: CudaLane) -> None:
         """Queue a copy, behind a wait for its owner and before an answer.
 
         Only the answer waits until the signal is cleared, since the next one may come behind it.

@@ -6,8 +6,8 @@ replays use the same words at once, where neither the program nor its caller ord
 
 from __future__ import annotations
 
-from mdfuse.backends.nccl.cuda_driver import Device
-from mdfuse.backends.symmetric.cuda_memory import Lane
+from mdfuse.backends.nccl.cuda_driver import CudaDevice
+from mdfuse.backends.symmetric.cuda_memory import CudaLane
 
 
 class LaneOrder:
@@ -17,14 +17,14 @@ class LaneOrder:
         device: its GPU.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: CudaDevice) -> None:
         self._device, self._replayed = device, device.event()
         #: the stream of the last replay; None: there was none
         self._stream: int | None = None
         #: the lanes that were posted to since then
-        self._posted: set[Lane] = set()
+        self._posted: set[CudaLane] = set()
 
-    def post(self, lane: Lane) -> None:
+    def post(self, lane: CudaLane) -> None:
         """Let a lane wait for the last replay, before an eager post."""
         if lane not in self._posted and lane.era() == 0:
             self._posted.add(lane)

@@ -56,55 +56,6 @@ class PostFunction(Protocol):
         """Make, or begin, moves between at least one buffer, and room for elements."""
 
 
-class SymmetricTeam(Protocol):
-    """A team whose members have opened each other's outboxes."""
-
-    def poster(self, call: Call, size: int, sited: Sited | None) -> PostFunction:
-        """Return the function that posts a call with buffers of `size` bytes, at a site."""
-
-    def close(self) -> None:
-        """Give up the outboxes."""
-
-
-class Provider(Protocol):
-    """A maker of outboxes."""
-
-    #: bytes of a slot
-    slot: int
-
-    def offer(self, shape: Shape) -> tuple[SharedMemory, Card]:
-        """Make this rank's outbox, and return its card for the others."""
-
-    def team(
-        self,
-        ranks: tuple[int, ...],
-        index: int,
-        shape: Shape,
-        members: Sequence[tuple[SharedMemory, Card]],
-        store: Store,
-    ) -> SymmetricTeam:
-        """Return the team, from the outboxes of all members in team order.
-
-        Raises:
-            OSError: this rank cannot see another's memory.
-        """
-
-    def arena(self, size: int) -> Tensor | None:
-        """Return memory for buffers of a program; see `Sharing`."""
-
-    def abort(self) -> bool:
-        """End the waits of this rank; return whether that was possible."""
-
-    def track(self, stream: int) -> Track | None:
-        """Return a new track of the work queued on a stream; None where nothing is queued."""
-
-    def around(self) -> Around | None:
-        """Return the calls before and behind replays of graphs; see `Sharing`."""
-
-    def close(self) -> None:
-        """Release the resources that teams share."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProviderArgs:
     """The arguments with which a provider is opened: see `World`."""
@@ -127,7 +78,11 @@ def memory_size(shape: Shape, has_slots: bool) -> tuple[int, int]:
 
 
 class HostProvider:
-    """Outboxes in memory of the host."""
+    """A maker of outboxes in memory of the host.
+
+    Attributes:
+        slot: bytes of a slot.
+    """
 
     #: memory takes room once it is written to: at most four slots for each team of a rank
     slot = _MIB
@@ -139,9 +94,10 @@ class HostProvider:
         self._heaps: WeakValueDictionary[Card, SharedMemory] = WeakValueDictionary()
 
     def arena(self, size: int) -> None:
-        return None  # the heap has memory for buffers
+        """Return memory for buffers of a program, see `Sharing`; here the heap has it."""
 
     def offer(self, shape: Shape) -> tuple[SharedMemory, Card]:
+        """Make this rank's outbox, and return its card for the others."""
         memory = SharedMemory(memory_size(shape, True)[1])
         heap = (self._heap.memory.file, self._heap.memory.size) if self._heap else (0, 0)
         return memory, Card(process=this_process(), file=memory.file, heap=heap)
@@ -165,6 +121,11 @@ class HostProvider:
         members: Sequence[tuple[SharedMemory, Card]],
         store: Store,
     ) -> HostTeam:
+        """Return the team, from the outboxes of all members in team order.
+
+        Raises:
+            OSError: this rank cannot see another's memory.
+        """
         start, _ = memory_size(shape, True)
         return HostTeam(
             ranks=ranks,
@@ -179,21 +140,26 @@ class HostProvider:
         )
 
     def abort(self) -> bool:
+        """End the waits of this rank; return whether that was possible."""
         self._progress.aborted += 1
         return True
 
     def track(self, stream: int) -> None:
-        return None
+        """Return a new track of the work queued on a stream; None where nothing is queued."""
 
     def around(self) -> None:
-        return None
+        """Return the calls before and behind replays of graphs; see `Sharing`."""
 
     def close(self) -> None:
+        """Release the resources that teams share."""
         self._heap = None
 
 
 class CudaProvider:
-    """Outboxes in memory of this rank's GPU, which the others have addresses of."""
+    """A maker of outboxes in memory of this rank's GPU, which the others have addresses of.
+
+    Its methods are those of `HostProvider`.
+    """
 
     #: larger copies go no faster; a team takes four slots of each rank's memory
     slot = 8 * _MIB
@@ -344,8 +310,11 @@ OUTBOX_BYTES = {
     "cuda": Shape(members=1, slot=CudaProvider.slot).bytes,
 }
 
+#: A team whose members have opened each other's outboxes.
+SymmetricTeam = HostTeam | CudaOutboxes
+
 #: By the device that buffers are on.
-PROVIDERS: Mapping[str, Callable[[ProviderArgs], Provider]] = {
+PROVIDERS: Mapping[str, Callable[[ProviderArgs], HostProvider | CudaProvider]] = {
     "cpu": HostProvider,
     "cuda": CudaProvider,
 }

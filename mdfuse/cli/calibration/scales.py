@@ -32,7 +32,7 @@ class Scale:
         lengths: of the sequences of attention.
         beside: m of a product, and its n and k, beside which there are communications.
         heads: features of a head of attention; on a GPU sizes in between take as long as the next.
-        multiprocessors: of a GPU, whose attention is measured by blocks; 0: by operations.
+        multiprocessors: of a GPU, whose attention is measured by blocks; 0: query by query.
         compiled: bytes, as of pointwise work, of kernels that are compiled, which takes seconds.
         messages: bytes of communications; on a GPU more of them where NCCL begins to send in
             another way, which takes half as long again.

@@ -50,7 +50,7 @@ def seconds_of(comm: Communicator, call: Call, runs: int = 2, clock: Clock = WAL
 
 
 def _are_close(comm: Communicator, samples: Sequence[float]) -> bool:
-    """Tell whether another sample would change little, on any rank; all ranks call it."""
+    """Return whether another sample would change little, on any rank; all ranks call it."""
     least, next_one, *_ = sorted(samples)
     is_close = next_one - least <= _CLOSE * least
     return not any(comm.all_ok(None if is_close else "its samples are far apart"))

@@ -109,19 +109,17 @@ def first_places(x: Handle, shape: Sequence[int], but: int) -> Handle:
     return x if is_all else indexing.index(x, window)
 
 
-def written_places(
-    name: str, x: Handle, dim: int, index: Handle, src: Handle
-) -> tuple[int, Handle, Handle]:
+def written_places(x: Handle, dim: int, index: Handle, src: Handle) -> tuple[int, Handle, Handle]:
     """Return the dim counted from the first, the index in 64 bits, and src cut to its shape."""
     at = own_place(x, dim)
-    index = check_index(name, index, x, at)
+    index = check_index("scatter", index, x, at)
     fits = index.ndim == x.ndim == src.ndim and builtins.all(
         n <= k and (d == at or n <= m)
         for d, (n, m, k) in enumerate(zip(index.shape, x.shape, src.shape, strict=True))
     )
     if not fits:
         raise DefinitionError(
-            f"{name} of {shown(x)} along dim {dim} with {shown(index)} and {shown(src)}",
+            f"scatter of {shown(x)} along dim {dim} with {shown(index)} and {shown(src)}",
             because="an index has the dims of x and src, along no dim more places than src, and "
             "along the others than x",
             hint="expand the index to the shape of src",

@@ -159,7 +159,7 @@ def scatter_reduce(
         return views.reshape(
             scatter_reduce(one, 0, places, new, reduce, include_self=include_self), ()
         )
-    at, index, src = written_places("scatter", x, dim, index, src)
+    at, index, src = written_places(x, dim, index, src)
     op = _REDUCES[reduce]
     joined = _scattered(x, at, index, src, op)
     if reduce == "sum" and include_self:

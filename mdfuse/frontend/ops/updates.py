@@ -149,7 +149,7 @@ def scatter(
         )
     if not x.ndim:
         return views.reshape(src, ())
-    at, index, src = written_places("scatter", x, dim, index, src)
+    at, index, src = written_places(x, dim, index, src)
     vector = _one_of_all(index, x, at)
     if vector is not None:
         return record("index_copy", vector, src, x, along=at)

@@ -8,13 +8,13 @@
                                                     }
 
 The parts that `next` divides take turns: the posts of chunk 1 come before the work of chunk 0. The
-first part has what posts need that wait for nothing, the second what waits for these, and so on, in
-three parts at most: so no more than three chunks are under way, and a buffer that one part fills
-and the next one reads is there twice. What needs no post and no wait is in the second. What no post
-needs stays behind the waits that stand before it, where it may be in one kernel with other work.
+first part computes the operands of posts that wait for nothing, the second waits for these, and so
+on, in three parts at most: so no more than three chunks are under way, and a buffer that one part
+fills and the next one reads exists twice. Work without posts and waits is in the second part. Work
+that no post needs stays behind the waits before it, where it may be in one kernel with other work.
 
-Loops over microbatches stay whole, since what a forward keeps would be there twice; and so do those
-that write what other iterations read. What a ring brings and adds up is there twice anyway.
+Loops over microbatches stay whole, since the saved values of a forward would exist twice; and so do
+loops that write what other iterations read. Received and added chunks of a ring exist twice anyway.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _cut(program: HostProgram, loop: Instruction) -> tuple[Instruction, ...]:
 
 
 def _place(units: Sequence[_Unit]) -> None:
-    """Say in which part of the loop each unit is: in one more than what it waits for.
+    """Set the part of the loop of each unit: one behind the posts that it waits for.
 
     A unit stays behind those before it that make a name it uses, write memory it uses, or read
     memory that it writes.

@@ -97,7 +97,7 @@ def _before(
 
 
 def _stays(program: HostProgram, name: str, bound: Counter[str]) -> bool:
-    """Tell whether nothing writes a value again."""
+    """Return whether nothing writes a value again."""
     if name in program.inputs:
         return name not in program.written_inputs and not bound[name]
     return bound[name] == 1 and program.root(name) == name

@@ -1,4 +1,4 @@
-"""Say which backend carries a post, where the user named one for its mesh axis.
+"""Name the backend of a post, where the user named one for its mesh axis.
 
 With `Options(backend="gloo, dp=ucx")`:
 

@@ -15,11 +15,10 @@ gradients of a layer are one group as well, where the last of them is posted. Th
 before those of the next layer are posted: what is sent, the gradients of a layer in wide floats, is
 in memory until then.
 
-What the name of a parameter says up to its first number is its layer, as `layers.0`; where the name
-ends with the number, as `q.0`, that number is. Parameters outside of all layers form layers where
-they follow each other. What the layer gathered last, or the one before that, has gathered already
-is read again; it would be gathered ahead of its place, and be in memory, at that time anyway
-(`hoist_posts`).
+The layer of a parameter is its name up to the first number, as `layers.0`; where the name ends with
+the number, as `q.0`, the layer is that number. Parameters outside of all layers form layers where
+they follow each other. A parameter that one of the last two layers gathered is not gathered again:
+it would be gathered ahead of its place, and be in memory, at that time anyway (`hoist_posts`).
 """
 
 from __future__ import annotations

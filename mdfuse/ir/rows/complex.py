@@ -25,19 +25,7 @@ for _call in (torch.complex, torch.polar):
         host="binary",
         operands=(2, 2),
     )
-row(
-    "view_as_complex",
-    lambda x: torch.view_as_complex(x.contiguous()).clone(),
-    dims.without_last,
-    shapes.without_last,
-    ANYHOW,
-    is_single=False,
-)
-row(
-    "view_as_real",
-    lambda x: torch.view_as_real(x).clone(),
-    dims.with_last,
-    shapes.with_last,
-    ANYHOW,
-    is_single=False,
-)
+row("view_as_complex", lambda x: torch.view_as_complex(x.contiguous()).clone(), dims.without_last,
+    shapes.without_last, ANYHOW, is_single=False)  # fmt: skip
+row("view_as_real", lambda x: torch.view_as_real(x).clone(), dims.with_last, shapes.with_last,
+    ANYHOW, is_single=False)  # fmt: skip

@@ -37,18 +37,9 @@ _creation(
 _creation("full", creation.full, 1, _DTYPE)
 _creation("arange", creation.arange, 2, _DTYPE, shape=shapes.numbered)
 _creation("constant", creation.constant, 0, _VALUES, _DTYPE, shape=shapes.listed)
-row(
-    "embedding_grad",
-    calls.lookup_grad,
-    dims.embedding_grad,
-    shapes.embedding_grad,
-    DENSE,
-    localize=of_part.local_draw,
-    operands=(2, 2),
-    attrs=(_EXTENTS, _BOX),
-    is_in_order=True,
-    **_COMPOSITE,
-)
+row("embedding_grad", calls.lookup_grad, dims.embedding_grad, shapes.embedding_grad, DENSE,
+    localize=of_part.local_draw, operands=(2, 2), attrs=(_EXTENTS, _BOX), is_in_order=True,
+    **_COMPOSITE)  # fmt: skip
 row(
     "slice_grad",
     calls.window_grad,
@@ -66,23 +57,9 @@ row(
     ),
     **_COMPOSITE,
 )
-row(
-    "full_like",
-    creation.full_like,
-    dims.likeness,
-    shapes.first,
-    ANYHOW,
-    operands=(2, 2),
-    attrs=(_DTYPE,),
-)
-row(
-    "dropout",
-    random.dropout,
-    dims.pointwise,
-    shapes.first,
-    ANYHOW,
-    localize=of_part.local_runs,
+row("full_like", creation.full_like, dims.likeness, shapes.first, ANYHOW, operands=(2, 2),
+    attrs=(_DTYPE,))  # fmt: skip
+row("dropout", random.dropout, dims.pointwise, shapes.first, ANYHOW, localize=of_part.local_runs,
     operands=(2, 2),
     attrs=(attr("p", "probability", True), _STREAM, attr("shape", "shape", is_local=True), _BOX),
-    **_COMPOSITE,
-)
+    **_COMPOSITE)  # fmt: skip

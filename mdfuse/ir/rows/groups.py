@@ -13,24 +13,10 @@ _HERE = tuple(attr(name, "part", is_local=True) for name in ("rows", "part"))
 _GROUPS: dict[str, Any] = {
     "operands": (3, 3), "localize": groups.local_groups, "is_library": True, "is_single": False,
 }  # fmt: skip
-row(
-    "grouped_mm",
-    groups.multiply,
-    groups.of_groups,
-    groups.shape_of_groups,
-    DENSE,
-    attrs=_HERE,
-    **_GROUPS,
-)
-row(
-    "grouped_mm_grad",
-    groups.multiply_grad,
-    groups.of_groups_grad,
-    groups.shape_of_groups_grad,
-    DENSE,
-    attrs=(attr("shape", "shape", True), *_HERE),
-    **_GROUPS,
-)
+row("grouped_mm", groups.multiply, groups.of_groups, groups.shape_of_groups, DENSE, attrs=_HERE,
+    **_GROUPS)  # fmt: skip
+row("grouped_mm_grad", groups.multiply_grad, groups.of_groups_grad, groups.shape_of_groups_grad,
+    DENSE, attrs=(attr("shape", "shape", True), *_HERE), **_GROUPS)  # fmt: skip
 _PART = attr("part", "part", is_local=True)
 _ROUTES: dict[str, Any] = {**_GROUPS, "localize": routes.local_parts}
 row(
@@ -42,12 +28,5 @@ row(
     attrs=(_PART,),
     **_ROUTES,
 )
-row(
-    "routed_mm_grad",
-    routes.multiply_grad,
-    routes.labels_of_grad,
-    routes.shape_of_grad,
-    DENSE,
-    attrs=(attr("shape", "shape", True), _PART),
-    **_ROUTES,
-)
+row("routed_mm_grad", routes.multiply_grad, routes.labels_of_grad, routes.shape_of_grad, DENSE,
+    attrs=(attr("shape", "shape", True), _PART), **_ROUTES)  # fmt: skip

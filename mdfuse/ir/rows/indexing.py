@@ -21,24 +21,11 @@ _MAKING: dict[str, Any] = {
     "partial": "reduce",
 }  # fmt: skip
 
-row(
-    "index_select",
-    indexing.select,
-    indexing.of_select,
-    indexing.shape_of_select,
-    DENSE,
-    **_LOOKUP,
-)
+row("index_select", indexing.select, indexing.of_select, indexing.shape_of_select, DENSE,
+    **_LOOKUP)  # fmt: skip
 row("gather", indexing.gather, indexing.of_gather, indexing.shape_of_gather, DENSE, **_LOOKUP)
-row(
-    "index_sum",
-    indexing.select_grad,
-    indexing.of_select_grad,
-    indexing.shape_of_made,
-    DENSE,
-    attrs=(_DIM, *_MADE),
-    **_MAKING,
-)
+row("index_sum", indexing.select_grad, indexing.of_select_grad, indexing.shape_of_made, DENSE,
+    attrs=(_DIM, *_MADE), **_MAKING)  # fmt: skip
 row(
     "scatter_reduce",
     indexing.scatter,

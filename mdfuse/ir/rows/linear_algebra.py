@@ -18,12 +18,5 @@ for _call in (linear_algebra.inverse, linear_algebra.cholesky):
         ANYHOW,
         **_LIBRARY,
     )
-row(
-    "solve",
-    linear_algebra.solve,
-    linear_algebra.of_solution,
-    linear_algebra.shape_of_solution,
-    ANYHOW,
-    operands=(2, 2),
-    **_LIBRARY,
-)
+row("solve", linear_algebra.solve, linear_algebra.of_solution, linear_algebra.shape_of_solution,
+    ANYHOW, operands=(2, 2), **_LIBRARY)  # fmt: skip

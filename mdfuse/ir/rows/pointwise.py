@@ -111,12 +111,5 @@ row("limit", compound.limit, dims.pointwise, shapes.broadcast, exact(compound.li
 _unary("widen", calls.cast, exact(calls.cast), attr("dtype", "dtype", True), partial="scale")
 # Another such cast: each rank rounds its term, as it would have computed it in that dtype.
 _unary("round_terms", calls.cast, exact(calls.cast), attr("dtype", "dtype", True), partial="scale")
-row(
-    "where",
-    lambda condition, a, b: torch.where(condition, a, b),
-    dims.pointwise,
-    shapes.broadcast,
-    exact(out_forms.where),
-    is_single=False,
-    operands=(3, 3),
-)
+row("where", lambda condition, a, b: torch.where(condition, a, b), dims.pointwise, shapes.broadcast,
+    exact(out_forms.where), is_single=False, operands=(3, 3))  # fmt: skip

@@ -24,75 +24,24 @@ row(
     attrs=(attr("experts", "count", True), attr("parts", "count", True), *_HERE),
     **_GROUPS,
 )
-row(
-    "group_rows",
-    ragged.group,
-    ragged_dims.of_group,
-    ragged.shape_of_group,
-    DENSE,
-    operands=(3, 3),
-    **_ROWS,
-)
-row(
-    "ungroup_rows",
-    ragged.ungroup,
-    ragged_dims.of_ungroup,
-    ragged.shape_of_ungroup,
-    DENSE,
-    operands=(3, 3),
-    partial="scale",
-    attrs=_HERE,
-    **_GROUPS,
-)
-row(
-    "line_up_rows",
-    ragged.line_up,
-    ragged_dims.of_line_up,
-    ragged.shape_of_line_up,
-    DENSE,
-    operands=(3, 3),
-    **_ROWS,
-)
-row(
-    "put_back_rows",
-    ragged.put_back,
-    ragged_dims.of_put_back,
-    ragged.shape_of_put_back,
-    DENSE,
-    operands=(3, 3),
-    partial="scale",
-    attrs=_HERE,
-    **_GROUPS,
-)
+row("group_rows", ragged.group, ragged_dims.of_group, ragged.shape_of_group, DENSE, operands=(3, 3),
+    **_ROWS)  # fmt: skip
+row("ungroup_rows", ragged.ungroup, ragged_dims.of_ungroup, ragged.shape_of_ungroup, DENSE,
+    operands=(3, 3), partial="scale", attrs=_HERE, **_GROUPS)  # fmt: skip
+row("line_up_rows", ragged.line_up, ragged_dims.of_line_up, ragged.shape_of_line_up, DENSE,
+    operands=(3, 3), **_ROWS)  # fmt: skip
+row("put_back_rows", ragged.put_back, ragged_dims.of_put_back, ragged.shape_of_put_back, DENSE,
+    operands=(3, 3), partial="scale", attrs=_HERE, **_GROUPS)  # fmt: skip
 _PRODUCT: dict[str, Any] = {"operands": (3, 3), "is_library": True, "is_single": False}
-row(
-    "rows_mm",
-    ragged.multiply,
-    ragged_dims.of_multiply,
-    ragged.shape_of_multiply,
-    DENSE,
-    stays=1,
-    **_PRODUCT,
-)
-row(
-    "rows_mm_grad",
-    ragged.multiply_grad,
-    ragged_dims.of_multiply_grad,
-    ragged.shape_of_multiply_grad,
-    DENSE,
-    **_PRODUCT,
-)
+row("rows_mm", ragged.multiply, ragged_dims.of_multiply, ragged.shape_of_multiply, DENSE, stays=1,
+    **_PRODUCT)  # fmt: skip
+row("rows_mm_grad", ragged.multiply_grad, ragged_dims.of_multiply_grad,
+    ragged.shape_of_multiply_grad, DENSE, **_PRODUCT)  # fmt: skip
 row(
     "sum_of_rows", ragged.total, ragged_dims.of_total, ragged.shape_of_total, DENSE, operands=(2, 2)
 )
-row(
-    "spread_rows",
-    ragged.spread,
-    ragged_dims.of_spread,
-    ragged.shape_of_spread,
-    DENSE,
-    operands=(3, 3),
-)
+row("spread_rows", ragged.spread, ragged_dims.of_spread, ragged.shape_of_spread, DENSE,
+    operands=(3, 3))  # fmt: skip
 row(
     "mask_rows",
     ragged.mask,

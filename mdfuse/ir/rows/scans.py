@@ -23,12 +23,5 @@ for _name in ("cummax", "cummin"):
         results=2,
         is_single=False,
     )
-row(
-    "flip",
-    lambda x, *, dims: torch.flip(x, dims),
-    dims.flip,
-    shapes.flipped,
-    ANYHOW,
-    attrs=(attr("dims", "dims", True),),
-    is_single=False,
-)
+row("flip", lambda x, *, dims: torch.flip(x, dims), dims.flip, shapes.flipped, ANYHOW,
+    attrs=(attr("dims", "dims", True),), is_single=False)  # fmt: skip

@@ -30,18 +30,10 @@ row(
     localize=convolution.local_convolution,
     **_LIBRARY,
 )  # fmt: skip
-row(
-    "convolution_weight",
-    convolution.convolve_weight,
-    convolution.of_convolution_weight,
-    convolution.shape_of_convolution_weight,
-    ANYHOW,
-    few=convolution.few_convolved_weight,
-    operands=(2, 2),
-    attrs=(*_SETTINGS, _GROUPS, _AROUND, *_MADE),
-    localize=convolution.local_convolution_weight,
-    **_LIBRARY,
-)
+row("convolution_weight", convolution.convolve_weight, convolution.of_convolution_weight,
+    convolution.shape_of_convolution_weight, ANYHOW, few=convolution.few_convolved_weight,
+    operands=(2, 2), attrs=(*_SETTINGS, _GROUPS, _AROUND, *_MADE),
+    localize=convolution.local_convolution_weight, **_LIBRARY)  # fmt: skip
 row(
     "max_pool",
     pooling.max_pool,
@@ -57,18 +49,10 @@ row(
     localize=pooling.local_pool,
     **_LIBRARY,
 )  # fmt: skip
-row(
-    "max_pool_grad",
-    pooling.max_pool_grad,
-    pooling.of_pool_grad,
-    pooling.shape_of_pool_grad,
-    ANYHOW,
-    few=pooling.few_pooled_grad,
-    operands=(2, 2),
-    attrs=(_KERNEL, *_SETTINGS, attr("ceil", "bool"), *_MADE),
-    localize=of_part.local_draw,
-    **_LIBRARY,
-)
+row("max_pool_grad", pooling.max_pool_grad, pooling.of_pool_grad, pooling.shape_of_pool_grad,
+    ANYHOW, few=pooling.few_pooled_grad, operands=(2, 2),
+    attrs=(_KERNEL, *_SETTINGS, attr("ceil", "bool"), *_MADE), localize=of_part.local_draw,
+    **_LIBRARY)  # fmt: skip
 row(
     "mean_pool",
     pooling.mean_pool,
@@ -84,14 +68,7 @@ row(
     partial="factor",
     **_LIBRARY,
 )  # fmt: skip
-row(
-    "contract",
-    contraction.contract,
-    contraction.of_contraction,
-    contraction.shape_of_contraction,
-    ANYHOW,
-    operands=(2, 2),
-    attrs=tuple(attr(name, "labels", True) for name in ("left", "right", "kept")),
-    is_library=True,
-    is_single=False,
-)
+row("contract", contraction.contract, contraction.of_contraction, contraction.shape_of_contraction,
+    ANYHOW, operands=(2, 2),
+    attrs=tuple(attr(name, "labels", True) for name in ("left", "right", "kept")), is_library=True,
+    is_single=False)  # fmt: skip

@@ -39,40 +39,14 @@ WINDOW = (
 )
 _view("set", itself, dims.pointwise, shapes.first)
 _view("detach", itself, dims.pointwise, shapes.first, host="set")
-_view(
-    "stride_order",
-    calls.in_order,
-    dims.pointwise,
-    shapes.first,
-    host="set",
-    attrs=(_ORDER,),
-    may_copy=True,
-)
+_view("stride_order", calls.in_order, dims.pointwise, shapes.first, host="set", attrs=(_ORDER,),
+      may_copy=True)  # fmt: skip
 _view("permute", lambda x, *, dims: x.permute(dims), dims.permute, shapes.permute, attrs=(_DIMS,))
-_view(
-    "reshape",
-    lambda x, *, shape: x.reshape(shape),
-    dims.reshape,
-    shapes.reshape,
-    may_copy=True,
-    **_SHAPE,
-)
+_view("reshape", lambda x, *, shape: x.reshape(shape), dims.reshape, shapes.reshape, may_copy=True,
+      **_SHAPE)  # fmt: skip
 _view("expand", lambda x, *, shape: x.expand(shape), dims.expand, shapes.expand, **_SHAPE)
 _view("unsqueeze", calls.unsqueeze, dims.unsqueeze, shapes.unsqueeze, attrs=(_NEW,))
-_view(
-    "squeeze",
-    calls.squeeze,
-    dims.squeeze,
-    shapes.squeeze,
-    localize=of_part.local_squeeze,
-    attrs=(_GONE,),
-)
-_view(
-    "slice",
-    calls.window,
-    shifts.sliced,
-    shapes.window,
-    localize=of_part.local_ends,
-    globalize=of_part.whole_ends,
-    attrs=WINDOW,
-)
+_view("squeeze", calls.squeeze, dims.squeeze, shapes.squeeze, localize=of_part.local_squeeze,
+      attrs=(_GONE,))  # fmt: skip
+_view("slice", calls.window, shifts.sliced, shapes.window, localize=of_part.local_ends,
+      globalize=of_part.whole_ends, attrs=WINDOW)  # fmt: skip

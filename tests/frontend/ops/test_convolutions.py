@@ -25,43 +25,34 @@ CLAIMS: dict[str, Claim] = {
         [(X, 1), (W, 1)], lambda x, w: F.conv2d(x, w), [("Allreduce", (2, 5, 4, 4))]),
     "channels of the input, split again": Claim(
         [(X, 1), (W, 1)], lambda x, w: F.conv2d(x, w), [("ReduceScatter", (2, 5, 4, 4))], 1),
-    "batch": Claim(
-        [((5, 4, 6, 5), 0), (W, None), ((5,), None)],
-        lambda x, w, b: F.conv2d(x, w, b, stride=2), []),
+    "batch": Claim([((5, 4, 6, 5), 0), (W, None), ((5,), None)], lambda x, w,
+                   b: F.conv2d(x, w, b, stride=2), []),
     "whole groups": Claim(
         [((2, 6, 6, 5), 1), ((6, 2, 3, 2), 0)], lambda x, w: F.conv2d(x, w, groups=3), []),
-    "fewer groups than ranks": Claim(
-        [(X, 1), ((6, 2, 3, 2), 0)], lambda x, w: F.conv2d(x, w, groups=2),
-        [("Allgather", X), ("Allgather", (6, 2, 3, 2))]),
-    "transposed, channels of the input": Claim(
-        [(X, 1), ((4, 6, 3, 2), 0)], lambda x, w: F.conv_transpose2d(x, w, stride=2),
-        [("Allreduce", (2, 6, 13, 10))]),
+    "fewer groups than ranks": Claim([(X, 1), ((6, 2, 3, 2), 0)], lambda x,
+        w: F.conv2d(x, w, groups=2), [("Allgather", X), ("Allgather", (6, 2, 3, 2))]),
+    "transposed, channels of the input": Claim([(X, 1), ((4, 6, 3, 2), 0)], lambda x,
+        w: F.conv_transpose2d(x, w, stride=2), [("Allreduce", (2, 6, 13, 10))]),
     "transposed, kernels": Claim(
         [(X, None), ((4, 5, 3, 2), 1)], lambda x, w: F.conv_transpose2d(x, w), []),
-    "one dim": Claim(
-        [((2, 4, 7), 1), ((5, 4, 3), 1)], lambda x, w: F.conv1d(x, w),
-        [("Allreduce", (2, 5, 5))]),
-    "places": Claim(
-        [((2, 3, 11, 5), 2), ((4, 3, 4, 2), None)],
-        lambda x, w: F.conv2d(x, w, stride=(2, 1), padding=2), [("Exchange", (2, 3, 11, 5))]),
-    "places of a window that is as wide as all": Claim(
-        [((2, 3, 5), 2), ((4, 3, 3), None)],
+    "one dim": Claim([((2, 4, 7), 1), ((5, 4, 3), 1)], lambda x, w: F.conv1d(x, w),
+                     [("Allreduce", (2, 5, 5))]),
+    "places": Claim([((2, 3, 11, 5), 2), ((4, 3, 4, 2), None)], lambda x,
+                    w: F.conv2d(x, w, stride=(2, 1), padding=2), [("Exchange", (2, 3, 11, 5))]),
+    "places of a window that is as wide as all": Claim([((2, 3, 5), 2), ((4, 3, 3), None)],
         lambda x, w: F.conv1d(x, w, padding=4, dilation=4), [("Exchange", (2, 3, 5))]),
     "places, one by one": Claim(
         [((2, 3, 6, 5), 2), ((4, 3, 1, 1), None)], lambda x, w: F.conv2d(x, w), []),
-    "transposed, places": Claim(
-        [((2, 4, 7), 2), ((4, 6, 3), None)],
-        lambda x, w: F.conv_transpose1d(x, w, stride=2, padding=1), [("Exchange", (2, 4, 7))]),
+    "transposed, places": Claim([((2, 4, 7), 2), ((4, 6, 3), None)], lambda x,
+        w: F.conv_transpose1d(x, w, stride=2, padding=1), [("Exchange", (2, 4, 7))]),
     "the largest, places": Claim(
         [((2, 3, 7, 5), 2)], lambda x: F.max_pool2d(x, 3, 2, 1), [("Exchange", (2, 3, 7, 5))]),
-    "means, places": Claim(
-        [((2, 3, 7, 5), 2)], lambda x: F.avg_pool2d(x, 3, 2, 1, True, False),
-        [("Exchange", (2, 3, 7, 5))]),
+    "means, places": Claim([((2, 3, 7, 5), 2)], lambda x: F.avg_pool2d(x, 3, 2, 1, True, False),
+                           [("Exchange", (2, 3, 7, 5))]),
     "means, windows that fall together": Claim(
         [((2, 3, 12, 5), 2)], lambda x: F.avg_pool2d(x, 2), []),
-    "places, padded to the same": Claim(
-        [((2, 3, 11, 5), 2), ((4, 3, 5, 3), None)],
-        lambda x, w: F.conv2d(x, w, padding="same"), [("Exchange", (2, 3, 11, 5))]),
+    "places, padded to the same": Claim([((2, 3, 11, 5), 2), ((4, 3, 5, 3), None)], lambda x,
+        w: F.conv2d(x, w, padding="same"), [("Exchange", (2, 3, 11, 5))]),
     "the largest, windows that fall together": Claim(
         [((2, 3, 12, 5), 2)], lambda x: F.max_pool2d(x, 2), []),
     "the largest": Claim([(X, 1)], lambda x: F.max_pool2d(x, 3, 2, 1), []),
@@ -74,9 +65,8 @@ CLAIMS: dict[str, Claim] = {
         [((2, 6, 6, 5), 1)], lambda x: F.group_norm(x, 3), []),
     "normalised by numbers": Claim(
         [(X, 1), ((4,), 1 - 1), ((4,), 0)], lambda x, m, v: F.batch_norm(x, m, v * v), []),
-    "normalised over a split batch": Claim(
-        [(X, 0)], lambda x: F.batch_norm(x, None, None, training=True),
-        [("Allreduce", (1, 4, 1, 1))] * 2),
+    "normalised over a split batch": Claim([(X, 0)],
+        lambda x: F.batch_norm(x, None, None, training=True), [("Allreduce", (1, 4, 1, 1))] * 2),
 }  # fmt: skip
 
 

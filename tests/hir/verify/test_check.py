@@ -66,94 +66,44 @@ _FREED = _PLUS + "free %h; return %y"
 _UPDATE = "input %x: T; alias %y = %x; %y = add(%x, 1.0); return %y"
 
 NAMES = [
-    Rule(
-        "read before it is there",
-        _PLUS + "return %y",
-        "%h: T = add(%x, 1.0); %y: T = add(%h, 1.0)",
-        "%y: T = add(%h, 1.0); %h: T = add(%x, 1.0)",
-        ("add -> y reads %h, which nothing computed", "add(%h, 1.0)", "empty table", "compute it"),
-    ),
-    Rule(
-        "an output that nothing computes",
-        "input %x: T; %y: T = add(%x, 1.0); return %y",
-        "%y: T = add(%x, 1.0); return %y",
-        "return %y: T",
-        ("return of %y, which nothing computed",),
-    ),
-    Rule(
-        "a buffer without contents is read",
-        "input %x: T; %a: T = alloc; %a = add(%x, 1.0); %y: T = add(%x, %a); return %y",
-        "%a = add(%x, 1.0); ",
-        "",
-        ("reads %a, of which nothing has written 4 elements", "no contents", "write all of %a"),
-    ),
-    Rule(
-        "an output without contents",
-        "input %x: T; %y: T = alloc; %y = mul(%x, 2.0); return %y",
-        "%y = mul(%x, 2.0); ",
-        "",
-        ("nothing has written 4 elements", "rank 0   return %y"),
-    ),
-    Rule(
-        "read after it was freed",
-        _FREED,
-        "%y: T = add(%h, 1.0); free %h",
-        "free %h; %y: T = add(%h, 1.0)",
-        ("reads %h, which was freed before", "= add(%h, 1.0)", "free %h", "after its last use"),
-    ),
-    Rule(
-        "a chunk that nothing takes",
-        "input %x: T; for %i in 0..2 { %a: CHUNK = chunk(%x); %b: CHUNK = add(%a, 1.0); } "
-        "return %x",
-        "%a: CHUNK = chunk(%x); ",
-        "",
-        ("add -> b reads %a, which nothing computed", "= add(%a, 1.0)"),
-    ),
-    Rule(
-        "made in the branch that is not taken",
-        "input %x: T; if 1 == 1 { %h: T = add(%x, 1.0); } %y: T = add(%h, 1.0); return %y",
-        "1 == 1",
-        "1 == 2",
-        ("add -> y reads %h, which nothing computed",),
-    ),
-    Rule(
-        "freed twice",
-        _FREED,
-        "free %h",
-        "free %h; free %h",
-        ("free of %h, which was freed before",),
-    ),
-    Rule(
-        "freed before it is there",
-        _FREED,
-        "%h: T = add(%x, 1.0)",
-        "free %h; %h: T = add(%x, 1.0)",
-        ("free of %h, which nothing computed",),
-    ),
-    Rule(
-        "an input is freed",
-        _FREED,
-        "free %h",
-        "free %h, %x",
-        ("free of %x, which is an input", "the caller's", "leave it out"),
-    ),
+    Rule("read before it is there", _PLUS + "return %y",
+         "%h: T = add(%x, 1.0); %y: T = add(%h, 1.0)", "%y: T = add(%h, 1.0); %h: T = add(%x, 1.0)",
+         ("add -> y reads %h, which nothing computed", "add(%h, 1.0)", "empty table",
+         "compute it")),
+    Rule("an output that nothing computes", "input %x: T; %y: T = add(%x, 1.0); return %y",
+         "%y: T = add(%x, 1.0); return %y", "return %y: T",
+         ("return of %y, which nothing computed",)),
+    Rule("a buffer without contents is read",
+         "input %x: T; %a: T = alloc; %a = add(%x, 1.0); %y: T = add(%x, %a); return %y",
+         "%a = add(%x, 1.0); ", "",
+         ("reads %a, of which nothing has written 4 elements", "no contents", "write all of %a")),
+    Rule("an output without contents", "input %x: T; %y: T = alloc; %y = mul(%x, 2.0); return %y",
+         "%y = mul(%x, 2.0); ", "", ("nothing has written 4 elements", "rank 0   return %y")),
+    Rule("read after it was freed", _FREED, "%y: T = add(%h, 1.0); free %h",
+         "free %h; %y: T = add(%h, 1.0)",
+         ("reads %h, which was freed before", "= add(%h, 1.0)", "free %h", "after its last use")),
+    Rule("a chunk that nothing takes",
+         "input %x: T; for %i in 0..2 { %a: CHUNK = chunk(%x); %b: CHUNK = add(%a, 1.0); } "
+         "return %x", "%a: CHUNK = chunk(%x); ", "",
+         ("add -> b reads %a, which nothing computed", "= add(%a, 1.0)")),
+    Rule("made in the branch that is not taken",
+         "input %x: T; if 1 == 1 { %h: T = add(%x, 1.0); } %y: T = add(%h, 1.0); return %y",
+         "1 == 1", "1 == 2", ("add -> y reads %h, which nothing computed",)),
+    Rule("freed twice", _FREED, "free %h", "free %h; free %h",
+         ("free of %h, which was freed before",)),
+    Rule("freed before it is there", _FREED, "%h: T = add(%x, 1.0)",
+         "free %h; %h: T = add(%x, 1.0)", ("free of %h, which nothing computed",)),
+    Rule("an input is freed", _FREED, "free %h", "free %h, %x",
+         ("free of %x, which is an input", "the caller's", "leave it out")),
     Rule("an output is freed", _FREED, "free %h", "free %h, %y", ("%y, which is an output",)),
     Rule("an alias of an input is freed", _UPDATE, "; return", "; free %y; return", ("an input",)),
-    Rule(
-        "a handle is freed",
-        "input %p: P; %b: T = alloc; %c = post allreduce[sum](%p) -> %b SUM; wait %c; return %b",
-        "wait %c",
-        "wait %c; free %c",
-        ("free of %c, which is no buffer",),
-    ),
-    Rule(
-        "a buffer is left over",
-        "input %x: T; %h: T = add(%x, 1.0); %k: T = add(%h, 1.0); %y: T = add(%k, 1.0); "
-        "free %h, %k; return %y",
-        "free %h, %k",
-        "free %h",
-        ("%k is never freed", "%k: f32[4] (x=R) = add(%h, 1.0)", "free %k after its last use"),
-    ),
+    Rule("a handle is freed",
+         "input %p: P; %b: T = alloc; %c = post allreduce[sum](%p) -> %b SUM; wait %c; return %b",
+         "wait %c", "wait %c; free %c", ("free of %c, which is no buffer",)),
+    Rule("a buffer is left over",
+         "input %x: T; %h: T = add(%x, 1.0); %k: T = add(%h, 1.0); %y: T = add(%k, 1.0); "
+         "free %h, %k; return %y", "free %h, %k", "free %h",
+         ("%k is never freed", "%k: f32[4] (x=R) = add(%h, 1.0)", "free %k after its last use")),
     Rule(
         "a view is left over",
         "input %x: M; %h: M = add(%x, 1.0); %t: M = permute(%h, dims=[1,0]); %y: M = add(%t, 1.0); "
@@ -170,32 +120,18 @@ NAMES = [
         "free %b",
         ("%h@1 is never freed",),
     ),
-    Rule(
-        "allocated twice",
-        "input %x: T; %y: T = alloc; %y = add(%x, 1.0); return %y",
-        "alloc;",
-        "alloc; %y = alloc;",
-        ("%y is allocated twice", "each buffer is allocated once"),
-    ),
-    Rule(
-        "allocated in both branches and before",
-        "input %x: T; if 1 == 1 { %y: T = alloc; } else { %y = alloc; } %y = add(%x, 1.0); "
-        "return %y",
-        "if 1",
-        "%y: T = alloc; if 1",
-        ("%y is allocated twice",),
-    ),
-]
+    Rule("allocated twice", "input %x: T; %y: T = alloc; %y = add(%x, 1.0); return %y", "alloc;",
+         "alloc; %y = alloc;", ("%y is allocated twice", "each buffer is allocated once")),
+    Rule("allocated in both branches and before",
+         "input %x: T; if 1 == 1 { %y: T = alloc; } else { %y = alloc; } %y = add(%x, 1.0); "
+         "return %y", "if 1", "%y: T = alloc; if 1", ("%y is allocated twice",)),
+]  # fmt: skip
 
 WRITES = [
-    Rule(
-        "a view is written",
-        "input %x: T; %h: T = add(%x, 1.0); %v: T = alloc; %v = set(%h); %v = add(%x, 2.0); "
-        "%y: T = add(%h, %v); return %y",
-        "alloc; %v = set(%h)",
-        "set(%h)",
-        ("writes into %v, which is a view of %h", "overwrite another value", "alloc %v"),
-    ),
+    Rule("a view is written",
+         "input %x: T; %h: T = add(%x, 1.0); %v: T = alloc; %v = set(%h); %v = add(%x, 2.0); "
+         "%y: T = add(%h, %v); return %y", "alloc; %v = set(%h)", "set(%h)",
+         ("writes into %v, which is a view of %h", "overwrite another value", "alloc %v")),
     Rule(
         "a permuted view is written",
         "input %x: M; %h: M = alloc; %v: M = permute(%h, dims=[1,0]); %h = add(%x, 2.0); return %h",
@@ -211,46 +147,29 @@ WRITES = [
         "0..1",
         ("reads %y, of which nothing has written 2 elements",),
     ),
-    Rule(
-        "the same half is written twice",
-        "input %x: M; %y: f32[2,4] (x=R) = alloc; %a: T = select(%y, dim=0, index=0); "
-        "%b: T = select(%y, dim=0, index=1); %r: T = select(%x, dim=0, index=0); "
-        "%a = add(%r, 1.0); %b = add(%r, 2.0); return %y",
-        "index=1",
-        "index=-2",
-        ("nothing has written 4 elements",),
-    ),
-    Rule(
-        "an input is written",
-        _UPDATE,
-        "alias %y = %x; %y = add(%x, 1.0)",
-        "%y: T = add(%x, 1.0); %x = add(%x, 1.0)",
-        ("writes into %x, which is an input", "only an alias", "alias %new = %x"),
-    ),
-    Rule(
-        "a part of an input is written",
-        "input %x: M; alias %y = %x; %y = alloc; %a: T = select(%y, dim=0, index=0); "
-        "%b: T = select(%x, dim=0, index=1); %a = add(%b, 1.0); return %x",
-        "alias %y = %x; %y = alloc; %a: T = select(%y",
-        "%a: T = select(%x",
-        ("writes into %a, which is memory of input %x",),
-    ),
-    Rule(
-        "a communication delivers into an input",
-        "input %p: P; input %b: T; alias %y = %b; %y = alloc; "
-        "%c = post allreduce[sum](%p) -> %y SUM; wait %c; return %b",
-        "alias %y = %b; %y = alloc; %c = post allreduce[sum](%p) -> %y",
-        "%c = post allreduce[sum](%p) -> %b",
-        ("post -> c writes into %b, which is an input",),
-    ),
-    Rule(
-        "what an output shows is overwritten",
-        "input %x: T; %h: T = add(%x, 1.0); %y: T = set(%h); %z: T = add(%h, 1.0); return %y, %z",
-        "%z: T",
-        "%h = add(%x, 2.0); %z: T",
-        ("writes into %h, of which output %y is a view", "compute %y after the last write"),
-    ),
-]
+    Rule("the same half is written twice",
+         "input %x: M; %y: f32[2,4] (x=R) = alloc; %a: T = select(%y, dim=0, index=0); "
+         "%b: T = select(%y, dim=0, index=1); %r: T = select(%x, dim=0, index=0); "
+         "%a = add(%r, 1.0); %b = add(%r, 2.0); return %y", "index=1", "index=-2",
+         ("nothing has written 4 elements",)),
+    Rule("an input is written", _UPDATE, "alias %y = %x; %y = add(%x, 1.0)",
+         "%y: T = add(%x, 1.0); %x = add(%x, 1.0)",
+         ("writes into %x, which is an input", "only an alias", "alias %new = %x")),
+    Rule("a part of an input is written",
+         "input %x: M; alias %y = %x; %y = alloc; %a: T = select(%y, dim=0, index=0); "
+         "%b: T = select(%x, dim=0, index=1); %a = add(%b, 1.0); return %x",
+         "alias %y = %x; %y = alloc; %a: T = select(%y", "%a: T = select(%x",
+         ("writes into %a, which is memory of input %x",)),
+    Rule("a communication delivers into an input",
+         "input %p: P; input %b: T; alias %y = %b; %y = alloc; "
+         "%c = post allreduce[sum](%p) -> %y SUM; wait %c; return %b",
+         "alias %y = %b; %y = alloc; %c = post allreduce[sum](%p) -> %y",
+         "%c = post allreduce[sum](%p) -> %b", ("post -> c writes into %b, which is an input",)),
+    Rule("what an output shows is overwritten",
+         "input %x: T; %h: T = add(%x, 1.0); %y: T = set(%h); %z: T = add(%h, 1.0); return %y, %z",
+         "%z: T", "%h = add(%x, 2.0); %z: T",
+         ("writes into %h, of which output %y is a view", "compute %y after the last write")),
+]  # fmt: skip
 
 _UNIT = "input %x: T; input %w: T; launch seg(%x, %w) -> %z { %h: T = add(%x, 1.0); "
 _UNIT += "%z: T = add(%h, %w); } %y: T = add(%z, 1.0); return %y"
@@ -258,261 +177,112 @@ _GROUP = "input %x: T; %b: T = alloc; group_start; %s = send(%x, to=coord(x), ax
 _GROUP += "%r = recv(%b, from=coord(x), axis=x); group_end; wait %s; wait %r; return %b"
 
 BLOCKS = [
-    Rule(
-        "a unit reads what is no input of it",
-        _UNIT,
-        "seg(%x, %w)",
-        "seg(%x)",
-        ("reads %w, which is no input of launch seg", "add %w to the inputs"),
-    ),
-    Rule(
-        "a unit reads what it defines later",
-        _UNIT,
-        "%h: T = add(%x, 1.0); %z: T = add(%h, %w)",
-        "%z: T = add(%h, %w); %h: T = add(%x, 1.0)",
-        ("reads %h, which is no input of launch seg",),
-    ),
-    Rule(
-        "what is inside a unit is read outside",
-        _UNIT,
-        "add(%z, 1.0)",
-        "add(%z, %h)",
-        ("reads %h, which nothing computed",),
-    ),
-    Rule(
-        "a unit allocates",
-        _UNIT,
-        "%z: T = add",
-        "%z: T = alloc; %z = add",
-        ("alloc inside launch seg", "local ops only"),
-    ),
-    Rule(
-        "an instruction after the return",
-        "input %x: T; %y: T = add(%x, 1.0); return %x",
-        "%y: T = add(%x, 1.0); return %x",
-        "return %x; %y: T = add(%x, 1.0)",
-        ("return before the end", "return %x", "last instruction"),
-    ),
-    Rule(
-        "a return in a branch",
-        "input %x: T; if 1 == 1 { %y: T = add(%x, 1.0); } return %x",
-        "%y: T = add(%x, 1.0);",
-        "return %x;",
-        ("return before the end",),
-    ),
-    Rule(
-        "a group that does not end",
-        _GROUP,
-        "group_end; ",
-        "",
-        ("wait inside a group", "a group holds only post, send, recv", "move it out"),
-    ),
-    Rule(
-        "a group that does not begin",
-        _GROUP,
-        "group_start; ",
-        "",
-        ("group_end without a group_start",),
-    ),
-    Rule(
-        "a group that ends in another block",
-        _GROUP.replace("group_start", "if 1 == 1 { group_start").replace("_end;", "_end; }"),
-        "group_end; }",
-        "} group_end;",
-        ("group_start without a group_end in the same block",),
-    ),
-]
+    Rule("a unit reads what is no input of it", _UNIT, "seg(%x, %w)", "seg(%x)",
+         ("reads %w, which is no input of launch seg", "add %w to the inputs")),
+    Rule("a unit reads what it defines later", _UNIT, "%h: T = add(%x, 1.0); %z: T = add(%h, %w)",
+         "%z: T = add(%h, %w); %h: T = add(%x, 1.0)",
+         ("reads %h, which is no input of launch seg",)),
+    Rule("what is inside a unit is read outside", _UNIT, "add(%z, 1.0)", "add(%z, %h)",
+         ("reads %h, which nothing computed",)),
+    Rule("a unit allocates", _UNIT, "%z: T = add", "%z: T = alloc; %z = add",
+         ("alloc inside launch seg", "local ops only")),
+    Rule("an instruction after the return", "input %x: T; %y: T = add(%x, 1.0); return %x",
+         "%y: T = add(%x, 1.0); return %x", "return %x; %y: T = add(%x, 1.0)",
+         ("return before the end", "return %x", "last instruction")),
+    Rule("a return in a branch", "input %x: T; if 1 == 1 { %y: T = add(%x, 1.0); } return %x",
+         "%y: T = add(%x, 1.0);", "return %x;", ("return before the end",)),
+    Rule("a group that does not end", _GROUP, "group_end; ", "",
+         ("wait inside a group", "a group holds only post, send, recv", "move it out")),
+    Rule("a group that does not begin", _GROUP, "group_start; ", "",
+         ("group_end without a group_start",)),
+    Rule("a group that ends in another block",
+         _GROUP.replace("group_start", "if 1 == 1 { group_start").replace("_end;", "_end; }"),
+         "group_end; }", "} group_end;", ("group_start without a group_end in the same block",)),
+]  # fmt: skip
 
 ALIASES = [
-    Rule(
-        "an input is an alias",
-        _UPDATE,
-        "alias %y = %x",
-        "input %z: T; alias %x = %z; %y: T = add(%x, 1.0)",
-        ("input %x is an alias of %z", "inputs cannot be aliased", "alias %z = %x instead"),
-    ),
-    Rule(
-        "aliases in a cycle",
-        "input %x: T; alias %a: T = %b; alias %b = %x; %b = add(%x, 1.0); %a = add(%b, 1.0); "
-        "return %a",
-        "%b = %x",
-        "%b = %a",
-        ("%a = %b = %a form a cycle",),
-    ),
-    Rule(
-        "an alias of another type",
-        _UPDATE,
-        "alias %y =",
-        "alias %y: f32[8] (x=R) =",
-        ("%y is an alias of %x, but has another type", "f32[8] (x=R) is not f32[4] (x=R)"),
-    ),
-]
+    Rule("an input is an alias", _UPDATE, "alias %y = %x",
+         "input %z: T; alias %x = %z; %y: T = add(%x, 1.0)",
+         ("input %x is an alias of %z", "inputs cannot be aliased", "alias %z = %x instead")),
+    Rule("aliases in a cycle",
+         "input %x: T; alias %a: T = %b; alias %b = %x; %b = add(%x, 1.0); %a = add(%b, 1.0); "
+         "return %a", "%b = %x", "%b = %a", ("%a = %b = %a form a cycle",)),
+    Rule("an alias of another type", _UPDATE, "alias %y =", "alias %y: f32[8] (x=R) =",
+         ("%y is an alias of %x, but has another type", "f32[8] (x=R) is not f32[4] (x=R)")),
+]  # fmt: skip
 
 _HALVES = "input %x: T; %y: T = alloc; for %i in 0..2 { %a: CHUNK = chunk(%x); "
 _HALVES += "%b: CHUNK = chunk(%y); %b = add(%a, %a); } return %y"
 _REDUCED = "input %p: P; %b: T = alloc; %c = post allreduce[sum](%p) -> %b SUM; wait %c; return %b"
 
 TYPES = [
-    Rule(
-        "another shape",
-        "input %x: f32[4,8] (x=R); %y: f32[4,8] (x=R) = add(%x, 1.0); return %y",
-        "%y: f32[4,8]",
-        "%y: f32[8,4]",
-        ("declared f32[8,4] (x=R), but add of [4, 8]", "is f32[4, 8]", "%x: f32[4,8] (x=R)"),
-    ),
-    Rule(
-        "a buffer made of numbers",
-        "input %x: T; for %i in 0..2 { %y: T = set(%x); free %y; } return %x",
-        "set(%x)",
-        "set(%i)",
-        ("is declared f32[4] (x=R), but set of numbers is a number",),
-    ),
-    Rule(
-        "what is made of numbers, of a buffer",
-        "input %x: T; %y: f32[4] (x=R) = full(1.0, shape=[4], dtype=f32); free %y; return %x",
-        "full(1.0",
-        "full(%x",
-        ("is declared f32[4] (x=R), but full takes numbers, not buffers",),
-    ),
-    Rule(
-        "a number made of a buffer",
-        "input %x: T; input %s: f32 scalar; %y: f32 scalar = add(%s, 1.0); return %x",
-        "add(%s",
-        "add(%x",
-        ("f32 scalar, but a buffer does not become a number",),
-    ),
-    Rule(
-        "another dtype",
-        "input %x: T; %y: bool[4] (x=R) = eq(%x, 1.0); return %y",
-        "bool[4] (x=R)",
-        "T",
-        ("eq of [4], [] is bool[4]",),
-    ),
-    Rule(
-        "operands that do not fit",
-        "input %x: M; input %w: f32[4,2] (x=R); %y: f32[4,2] (x=R) = matmul(%x, %w); return %y",
-        "%w: f32[4,2]",
-        "%w: f32[3,2]",
-        ("means nothing: torch says",),
-    ),
-    Rule(
-        "operands whose parts do not fit",
-        "input %x: S; input %w: f32[1] (x=R); %y: S = add(%x, %w); return %y",
-        "f32[1] (x=R)",
-        "T",
-        ("but dim 0 of operand 1 is not split as the others' of add", "with %y", "%w: f32[4]"),
-    ),
-    Rule(
-        "a contraction of a part with the whole",
-        "input %x: f32[4,2] of [4,4] (x=S1); input %w: f32[2,4] of [4,4] (x=S0); "
-        "%y: f32[4,4] (x=P(sum)) = matmul(%x, %w); return %y",
-        "f32[2,4] of [4,4] (x=S0)",
-        "M",
-        ("dim 0 of operand 1 is not split as the others' of matmul",),
-    ),
-    Rule(
-        "dims that are no permutation",
-        "input %x: M; %y: M = permute(%x, dims=[1,-2]); return %y",
-        "[1,-2]",
-        "[1,-1]",
-        ("permute with dims=[1,-1]", "line 3: %y", "names each dim once", "-2 to 1"),
-    ),
-    Rule(
-        "an order that is no permutation",
-        "input %x: M; %y: M = add(%x, 1.0) order=[1,0]; return %y",
-        "[1,0]",
-        "[1,2]",
-        ("order=[1,2] is no permutation", "line 3: %y"),
-    ),
-    Rule(
-        "a dim that does not exist is selected",
-        "input %x: M; %y: T = select(%x, dim=-2, index=0); return %y",
-        "dim=-2",
-        "dim=2",
-        ("select with dim=2", "select(%x, dim=2, index=0)", "dims go from -2 to 1"),
-    ),
-    Rule(
-        "an index that does not exist is selected",
-        "input %x: f32[1,4] (x=R); %y: T = select(%x, dim=0, index=2); return %y",
-        "f32[1,4] (x=R)",
-        "f32[2,4] (x=R)",
-        ("select(%x, dim=0, index=2): index 2 is out of range for dim 0", "from 0 to 1"),
-    ),
-    Rule(
-        "an index that does not exist in the last iteration",
-        "input %x: M; for %i in 0..4 { %y: T = select(%x, dim=0, index=%i); } return %x",
-        "0..4",
-        "0..5",
-        ("index 4 is out of range for dim 0", "%y@5"),
-    ),
-    Rule(
-        "select keeps the dim",
-        "input %x: M; %y: T = select(%x, dim=0, index=0); return %y",
-        "%y: T",
-        "%y: f32[1,4] (x=R)",
-        ("select drops dim 0 of [4, 4]",),
-    ),
-    Rule(
-        "chunks of one iteration too many",
-        _HALVES,
-        "0..2",
-        "0..3",
-        ("%a@3", "there is no chunk 2 of dim 0: it has 2"),
-    ),
-    Rule(
-        "chunks of another size",
-        _HALVES.replace("%a: CHUNK", "%a: f32[2] of [4] (x=R, chunk(0,2,1 - (1 - %i)))"),
-        "f32[2] of [4] (x=R, chunk(0,2,1 - (1 - %i)))",
-        "f32[3] of [4] (x=R, chunk(0,[1,3],%i))",
-        ("but add of these makes (x=R, chunk(0,[1,3],%i))",),
-    ),
-    Rule(
-        "a part that the rank does not have",
-        "input %x: T; %y: S = narrow(%x); return %y",
-        "%x: T; %y: S",
-        "%x: S; %y: T",
-        ("rank 0 has [0:2], not [0:4]",),
-    ),
-    Rule(
-        "memory that there is not",
-        "input %x: T; %y: T = alloc(memory=pinned); %y = add(%x, 1.0); return %y",
-        "pinned",
-        "far",
-        ("alloc with memory=far", "one of device, host, pinned, symmetric"),
-    ),
-    Rule(
-        "a layout about a dim that there is not",
-        "input %x: S; %y: S = add(%x, 1.0); return %y",
-        "input %x: S",
-        "input %x: f32[4] (x=S1)",
-        ("has 1 dim, but its type is about dim 1",),
-    ),
-    Rule(
-        "a buffer of another dtype is posted",
-        _REDUCED,
-        "%p: P",
-        "%p: f64[4] (x=P(sum))",
-        ("of f32 with %p, which is f64[4]", "one dtype", "cast"),
-    ),
-    Rule(
-        "a buffer of another size is posted",
-        _REDUCED,
-        "%p: P",
-        "%p: f32[2] (x=R)",
-        ("post Allreduce[sum] axis=x of %p, but it is to be [4] (x=P(sum))", "%p: f32[2] (x=R)"),
-    ),
-    Rule(
-        "uneven parts are gathered",
-        "input %a: f32[3] of [5] (x=S0); "
-        "%p: f32[3] of [5] (x=S0) pad=block(dim=0,parts=2,axis=x) = pad(%a, dim=0); "
-        "%b: f32[6] of [5] (x=R) pad=team(dim=0,parts=2) = alloc; "
-        "%c = post allgather(%p) -> %b f32[5] (x=S0) => (x=R) axis=x dim=0; wait %c; "
-        "%y: f32[5] (x=R) = narrow(%b); return %y",
-        "allgather(%p)",
-        "allgather(%a)",
-        ("rank 1 posts Allgather axis=x dim=0 with 2 elements of %a, expected 3", "pad it"),
-    ),
-]
+    Rule("another shape", "input %x: f32[4,8] (x=R); %y: f32[4,8] (x=R) = add(%x, 1.0); return %y",
+         "%y: f32[4,8]", "%y: f32[8,4]",
+         ("declared f32[8,4] (x=R), but add of [4, 8]", "is f32[4, 8]", "%x: f32[4,8] (x=R)")),
+    Rule("a buffer made of numbers",
+         "input %x: T; for %i in 0..2 { %y: T = set(%x); free %y; } return %x", "set(%x)",
+         "set(%i)", ("is declared f32[4] (x=R), but set of numbers is a number",)),
+    Rule("what is made of numbers, of a buffer",
+         "input %x: T; %y: f32[4] (x=R) = full(1.0, shape=[4], dtype=f32); free %y; return %x",
+         "full(1.0", "full(%x", ("is declared f32[4] (x=R), but full takes numbers, not buffers",)),
+    Rule("a number made of a buffer",
+         "input %x: T; input %s: f32 scalar; %y: f32 scalar = add(%s, 1.0); return %x", "add(%s",
+         "add(%x", ("f32 scalar, but a buffer does not become a number",)),
+    Rule("another dtype", "input %x: T; %y: bool[4] (x=R) = eq(%x, 1.0); return %y",
+         "bool[4] (x=R)", "T", ("eq of [4], [] is bool[4]",)),
+    Rule("operands that do not fit",
+         "input %x: M; input %w: f32[4,2] (x=R); %y: f32[4,2] (x=R) = matmul(%x, %w); return %y",
+         "%w: f32[4,2]", "%w: f32[3,2]", ("means nothing: torch says",)),
+    Rule("operands whose parts do not fit",
+         "input %x: S; input %w: f32[1] (x=R); %y: S = add(%x, %w); return %y", "f32[1] (x=R)", "T",
+         ("but dim 0 of operand 1 is not split as the others' of add", "with %y", "%w: f32[4]")),
+    Rule("a contraction of a part with the whole",
+         "input %x: f32[4,2] of [4,4] (x=S1); input %w: f32[2,4] of [4,4] (x=S0); "
+         "%y: f32[4,4] (x=P(sum)) = matmul(%x, %w); return %y", "f32[2,4] of [4,4] (x=S0)", "M",
+         ("dim 0 of operand 1 is not split as the others' of matmul",)),
+    Rule("dims that are no permutation", "input %x: M; %y: M = permute(%x, dims=[1,-2]); return %y",
+         "[1,-2]", "[1,-1]",
+         ("permute with dims=[1,-1]", "line 3: %y", "names each dim once", "-2 to 1")),
+    Rule("an order that is no permutation",
+         "input %x: M; %y: M = add(%x, 1.0) order=[1,0]; return %y", "[1,0]", "[1,2]",
+         ("order=[1,2] is no permutation", "line 3: %y")),
+    Rule("a dim that does not exist is selected",
+         "input %x: M; %y: T = select(%x, dim=-2, index=0); return %y", "dim=-2", "dim=2",
+         ("select with dim=2", "select(%x, dim=2, index=0)", "dims go from -2 to 1")),
+    Rule("an index that does not exist is selected",
+         "input %x: f32[1,4] (x=R); %y: T = select(%x, dim=0, index=2); return %y",
+         "f32[1,4] (x=R)", "f32[2,4] (x=R)",
+         ("select(%x, dim=0, index=2): index 2 is out of range for dim 0", "from 0 to 1")),
+    Rule("an index that does not exist in the last iteration",
+         "input %x: M; for %i in 0..4 { %y: T = select(%x, dim=0, index=%i); } return %x", "0..4",
+         "0..5", ("index 4 is out of range for dim 0", "%y@5")),
+    Rule("select keeps the dim", "input %x: M; %y: T = select(%x, dim=0, index=0); return %y",
+         "%y: T", "%y: f32[1,4] (x=R)", ("select drops dim 0 of [4, 4]",)),
+    Rule("chunks of one iteration too many", _HALVES, "0..2", "0..3",
+         ("%a@3", "there is no chunk 2 of dim 0: it has 2")),
+    Rule("chunks of another size",
+         _HALVES.replace("%a: CHUNK", "%a: f32[2] of [4] (x=R, chunk(0,2,1 - (1 - %i)))"),
+         "f32[2] of [4] (x=R, chunk(0,2,1 - (1 - %i)))", "f32[3] of [4] (x=R, chunk(0,[1,3],%i))",
+         ("but add of these makes (x=R, chunk(0,[1,3],%i))",)),
+    Rule("a part that the rank does not have", "input %x: T; %y: S = narrow(%x); return %y",
+         "%x: T; %y: S", "%x: S; %y: T", ("rank 0 has [0:2], not [0:4]",)),
+    Rule("memory that there is not",
+         "input %x: T; %y: T = alloc(memory=pinned); %y = add(%x, 1.0); return %y", "pinned", "far",
+         ("alloc with memory=far", "one of device, host, pinned, symmetric")),
+    Rule("a layout about a dim that there is not", "input %x: S; %y: S = add(%x, 1.0); return %y",
+         "input %x: S", "input %x: f32[4] (x=S1)", ("has 1 dim, but its type is about dim 1",)),
+    Rule("a buffer of another dtype is posted", _REDUCED, "%p: P", "%p: f64[4] (x=P(sum))",
+         ("of f32 with %p, which is f64[4]", "one dtype", "cast")),
+    Rule("a buffer of another size is posted", _REDUCED, "%p: P", "%p: f32[2] (x=R)",
+         ("post Allreduce[sum] axis=x of %p, but it is to be [4] (x=P(sum))", "%p: f32[2] (x=R)")),
+    Rule("uneven parts are gathered",
+         "input %a: f32[3] of [5] (x=S0); "
+         "%p: f32[3] of [5] (x=S0) pad=block(dim=0,parts=2,axis=x) = pad(%a, dim=0); "
+         "%b: f32[6] of [5] (x=R) pad=team(dim=0,parts=2) = alloc; "
+         "%c = post allgather(%p) -> %b f32[5] (x=S0) => (x=R) axis=x dim=0; wait %c; "
+         "%y: f32[5] (x=R) = narrow(%b); return %y", "allgather(%p)", "allgather(%a)",
+         ("rank 1 posts Allgather axis=x dim=0 with 2 elements of %a, expected 3", "pad it")),
+]  # fmt: skip
 
 _SENT = "input %x: P; %p: P = add(%x, %x); %b: T = alloc; "
 _SENT += "%c = post allreduce[sum](%p) -> %b SUM; %q: P = add(%p, %x); wait %c; return %b"
@@ -521,109 +291,53 @@ _PIECES += "wait %c[0]; %h: f32[2] of [4] (x=R, chunk(0,2,0)) = chunk(%b); "
 _PIECES += "%y: f32[2] of [4] (x=R, chunk(0,2,0)) = add(%h, 1.0); wait %c[1]; return %y"
 
 WAITS = [
-    Rule(
-        "read while it is received",
-        _REDUCED.replace("return %b", "%y: T = add(%b, 1.0); return %y"),
-        "wait %c; %y: T = add(%b, 1.0)",
-        "%y: T = add(%b, 1.0); wait %c",
-        ("reads %b, which post %c is still using", "= add(%b, 1.0)", "post allreduce", "wait %c"),
-    ),
-    Rule(
-        "written while it is received",
-        _REDUCED.replace("wait %c", "wait %c; %b = uniform(1, shape=[4], dtype=f32, stream=0)"),
-        "wait %c; %b = uniform(1, shape=[4], dtype=f32, stream=0)",
-        "%b = uniform(1, shape=[4], dtype=f32, stream=0); wait %c",
-        ("writes %b, which post %c is still using",),
-    ),
-    Rule(
-        "written while it is sent",
-        _SENT,
-        "%q: P",
-        "%p",
-        ("writes %p, which post %c is still using",),
-    ),
-    Rule(
-        "a view of it is written while it is sent",
-        "input %x: f32[2,4] (x=P(sum)); %p: f32[2,4] (x=P(sum)) = add(%x, %x); "
-        "%v: P = select(%p, dim=0, index=1); %w: P = select(%p, dim=0, index=0); %b: T = alloc; "
-        "%c = post allreduce[sum](%v) -> %b SUM; %w = add(%w, %w); wait %c; return %b",
-        "%w = add(%w, %w)",
-        "%v = add(%w, %w)",
-        ("writes %v, which post %c is still using",),
-    ),
-    Rule(
-        "freed while it is sent",
-        _SENT.replace("wait %c", "wait %c; free %p, %q"),
-        "wait %c; free %p",
-        "free %p; wait %c; free %q; wait %c; free %p",
-        ("free of %p, which post %c is still using", "free it after wait %c"),
-    ),
-    Rule(
-        "the buffer of what is sent is freed",
-        "input %x: P; %p: P = add(%x, %x); %v: P = set(%p); %b: T = alloc; "
-        "%c = post allreduce[sum](%v) -> %b SUM; wait %c; free %p, %v; return %b",
-        "wait %c; free %p, %v",
-        "free %p; wait %c; free %v",
-        ("free of %p, which post %c is still using",),
-    ),
-    Rule(
-        "never waited for",
-        _REDUCED.replace("return %b", "return %p"),
-        "wait %c; ",
-        "",
-        ("post %c is never waited for", "%c = post allreduce[sum](%p) -> %b", "wait %c before"),
-    ),
-    Rule(
-        "waited for twice",
-        _REDUCED,
-        "wait %c",
-        "wait %c; wait %c",
-        ("wait %c, which was waited for before", "leave it out"),
-    ),
-    Rule(
-        "waited for before the post",
-        _REDUCED.replace("return %b", "return %p"),
-        "%c = post allreduce[sum](%p) -> %b SUM; wait %c",
-        "wait %c; %c = post allreduce[sum](%p) -> %b SUM",
-        ("wait %c, which nothing posted before", "move it behind the post"),
-    ),
-    Rule(
-        "two under one name",
-        "input %p: P; %a: T = alloc; %b: T = alloc; %c = post allreduce[sum](%p) -> %a SUM; "
-        "wait %c; %c = post allreduce[sum](%p) -> %b SUM; wait %c; return %a",
-        "wait %c; %c",
-        "%c",
-        ("post %c, while another %c is under way",),
-    ),
-    Rule(
-        "one piece is not waited for",
-        _PIECES,
-        "wait %c[1]; ",
-        "",
-        ("post %c is never waited for: piece 1",),
-    ),
-    Rule(
-        "another piece is read",
-        _PIECES,
-        "wait %c[0]; %h",
-        "wait %c[1]; %h",
-        ("reads %h, which post %c is still using",),
-    ),
-    Rule(
-        "a piece that there is not",
-        _PIECES,
-        "wait %c[1]",
-        "wait %c[2]",
-        ("wait %c[2]: there is no such piece", "pieces 0 to 1"),
-    ),
-    Rule(
-        "a kind that delivers at once",
-        "input %a: S; %b: T = alloc; %c = post allgather(%a) -> %b GATHER; wait %c; return %b",
-        "GATHER",
-        "GATHER pieces=2",
-        ("Allgather in 2 pieces", "only Reduce, Allreduce, Broadcast"),
-    ),
-]
+    Rule("read while it is received",
+         _REDUCED.replace("return %b", "%y: T = add(%b, 1.0); return %y"),
+         "wait %c; %y: T = add(%b, 1.0)", "%y: T = add(%b, 1.0); wait %c",
+         ("reads %b, which post %c is still using", "= add(%b, 1.0)", "post allreduce", "wait %c")),
+    Rule("written while it is received",
+         _REDUCED.replace("wait %c", "wait %c; %b = uniform(1, shape=[4], dtype=f32, stream=0)"),
+         "wait %c; %b = uniform(1, shape=[4], dtype=f32, stream=0)",
+         "%b = uniform(1, shape=[4], dtype=f32, stream=0); wait %c",
+         ("writes %b, which post %c is still using",)),
+    Rule("written while it is sent", _SENT, "%q: P", "%p",
+         ("writes %p, which post %c is still using",)),
+    Rule("a view of it is written while it is sent",
+         "input %x: f32[2,4] (x=P(sum)); %p: f32[2,4] (x=P(sum)) = add(%x, %x); "
+         "%v: P = select(%p, dim=0, index=1); %w: P = select(%p, dim=0, index=0); %b: T = alloc; "
+         "%c = post allreduce[sum](%v) -> %b SUM; %w = add(%w, %w); wait %c; return %b",
+         "%w = add(%w, %w)", "%v = add(%w, %w)", ("writes %v, which post %c is still using",)),
+    Rule("freed while it is sent", _SENT.replace("wait %c", "wait %c; free %p, %q"),
+         "wait %c; free %p", "free %p; wait %c; free %q; wait %c; free %p",
+         ("free of %p, which post %c is still using", "free it after wait %c")),
+    Rule("the buffer of what is sent is freed",
+         "input %x: P; %p: P = add(%x, %x); %v: P = set(%p); %b: T = alloc; "
+         "%c = post allreduce[sum](%v) -> %b SUM; wait %c; free %p, %v; return %b",
+         "wait %c; free %p, %v", "free %p; wait %c; free %v",
+         ("free of %p, which post %c is still using",)),
+    Rule("never waited for", _REDUCED.replace("return %b", "return %p"), "wait %c; ", "",
+         ("post %c is never waited for", "%c = post allreduce[sum](%p) -> %b", "wait %c before")),
+    Rule("waited for twice", _REDUCED, "wait %c", "wait %c; wait %c",
+         ("wait %c, which was waited for before", "leave it out")),
+    Rule("waited for before the post", _REDUCED.replace("return %b", "return %p"),
+         "%c = post allreduce[sum](%p) -> %b SUM; wait %c",
+         "wait %c; %c = post allreduce[sum](%p) -> %b SUM",
+         ("wait %c, which nothing posted before", "move it behind the post")),
+    Rule("two under one name",
+         "input %p: P; %a: T = alloc; %b: T = alloc; %c = post allreduce[sum](%p) -> %a SUM; "
+         "wait %c; %c = post allreduce[sum](%p) -> %b SUM; wait %c; return %a", "wait %c; %c", "%c",
+         ("post %c, while another %c is under way",)),
+    Rule("one piece is not waited for", _PIECES, "wait %c[1]; ", "",
+         ("post %c is never waited for: piece 1",)),
+    Rule("another piece is read", _PIECES, "wait %c[0]; %h", "wait %c[1]; %h",
+         ("reads %h, which post %c is still using",)),
+    Rule("a piece that there is not", _PIECES, "wait %c[1]", "wait %c[2]",
+         ("wait %c[2]: there is no such piece", "pieces 0 to 1")),
+    Rule("a kind that delivers at once",
+         "input %a: S; %b: T = alloc; %c = post allgather(%a) -> %b GATHER; wait %c; return %b",
+         "GATHER", "GATHER pieces=2",
+         ("Allgather in 2 pieces", "only Reduce, Allreduce, Broadcast")),
+]  # fmt: skip
 
 _CHAIN = "input %x: T; %s = get_stream; set_stream 0; sync %s; %h: T = add(%x, 1.0); set_stream 1; "
 _CHAIN += "sync 0; %y: T = add(%h, 1.0); set_stream %s; sync 1; return %y"
@@ -638,135 +352,68 @@ _TURNS += "%b = add(%w, 1.0); } "
 _TURNS += "set_stream %s; sync 1; return %y"
 
 STREAMS = [
-    Rule(
-        "a stream reads what another one writes",
-        _CHAIN,
-        "set_stream 1; sync 0",
-        "set_stream 1; sync %s",
-        (
-            "reads %h on stream 1 while stream 0 may still be writing it",
-            "%y: f32[4] (x=R) = add(%h, 1.0)",
-            "%h: f32[4] (x=R) = add(%x, 1.0)",
-            "by one stream, or by syncs and waits",
-            "sync 0 on stream 1 before",
-        ),
-    ),
-    Rule(
-        "a sync before the work that it should wait for",
-        _CHAIN,
-        "%h: T = add(%x, 1.0); set_stream 1; sync 0",
-        "set_stream 1; sync 0; set_stream 0; %h: T = add(%x, 1.0); set_stream 1",
-        ("reads %h on stream 1 while stream 0",),
-    ),
-    Rule(
-        "a stream writes what another one reads",
-        _OVERWRITE,
-        "set_stream 1; sync 0",
-        "set_stream 1",
-        ("writes %h on stream 1 while stream 0 may still be reading it", "sync 0 on stream 1"),
-    ),
-    Rule(
-        "two streams write one buffer",
-        "input %x: M; %s = get_stream; %y: M = alloc; set_stream 0; sync %s; %y = add(%x, 1.0); "
-        "set_stream 1; sync 0; %y = add(%x, 2.0); set_stream %s; sync 1; return %y",
-        "sync 0",
-        "sync %s",
-        ("writes %y on stream 1 while stream 0 may still be writing it",),
-    ),
-    Rule(
-        "two streams write one part of a buffer",
-        "input %x: M; %s = get_stream; %y: f32[2,4] (x=R) = alloc; %r: T = select(%x, dim=0, "
-        "index=0); %a: T = select(%y, dim=0, index=0); %b: T = select(%y, dim=0, index=1); "
-        "set_stream 0; sync %s; %a = add(%r, 1.0); %b = add(%r, 1.0); set_stream %s; sync 0; "
-        "set_stream 1; sync %s; %b = add(%r, 2.0); set_stream 0; %a = add(%r, 2.0); "
-        "set_stream %s; sync 0; sync 1; return %y",
-        "set_stream 0; %a",
-        "set_stream 0; %b = add(%r, 3.0); %a",
-        ("writes %b on stream 0 while stream 1 may still be writing it",),
-    ),
-    Rule(
-        "a stream that has not waited for the caller's reads an input",
-        _CHAIN,
-        "set_stream 0; sync %s",
-        "set_stream 0",
-        ("reads %x on stream 0, which has not waited for the caller's stream", "get_stream"),
-    ),
-    Rule(
-        "a stream that has not waited for the caller's writes an output",
-        "%s = get_stream; set_stream 0; sync %s; %y: T = uniform(1, shape=[4], dtype=f32, "
-        "stream=0); set_stream %s; sync 0; return %y",
-        "set_stream 0; sync %s",
-        "set_stream 0",
-        ("writes %y on stream 0, which has not waited for the caller's stream",),
-    ),
-    Rule(
-        "an output is not joined",
-        _CHAIN,
-        "set_stream %s; sync 1",
-        "set_stream %s; sync 0",
-        ("on the caller's stream while stream 1 may still be writing", "sync 1"),
-    ),
-    Rule(
-        "joined on another stream than the caller's",
-        _CHAIN,
-        "set_stream %s; sync 1",
-        "set_stream 2; sync 1; set_stream %s",
-        ("while stream 1 may still be writing",),
-    ),
-    Rule(
-        "the reads of an input are not joined",
-        _OVERWRITE,
-        "sync 0; sync 1; return",
-        "sync 0; return",
-        ("return while stream 1 may still be reading %x", "sync 1 on the caller's stream"),
-    ),
-    Rule(
-        "a post before the data is there",
-        "input %x: P; %s = get_stream; %b: T = alloc; set_stream 0; sync %s; %p: P = add(%x, %x); "
-        "set_stream %s; sync 0; %c = post allreduce[sum](%p) -> %b SUM; wait %c; return %b",
-        "set_stream %s; sync 0",
-        "set_stream %s",
-        ("post -> c reads %p on the caller's stream while stream 0",),
-    ),
-    Rule(
-        "waited for on another stream",
-        "input %p: P; %s = get_stream; %b: T = alloc; %c = post allreduce[sum](%p) -> %b SUM; "
-        "set_stream 0; wait %c; set_stream %s; sync 0; %y: T = add(%b, 1.0); return %y",
-        "sync 0; ",
-        "",
-        ("reads %b on the caller's stream while stream 0 may still be writing it",),
-    ),
-    Rule(
-        "a buffer is filled again while the last iteration reads it",
-        _TURNS,
-        "sync 1; %h",
-        "%h",
-        ("writes %h on stream 0 while stream 1 may still be reading it", "sync 1 on stream 0"),
-    ),
-    Rule(
-        "a stream that get_stream did not give",
-        "input %x: T; %s = get_stream; set_stream %s; return %x",
-        "%s = get_stream; ",
-        "",
-        ("set_stream", "%s"),
-    ),
-    Rule(
-        "a negative stream",
-        "input %x: T; sync 1 - 1; return %x",
-        "1 - 1",
-        "0 - 1",
-        ("sync -1", "numbered from 0"),
-    ),
-    Rule(
-        "a reshape that may copy",
-        "input %x: f32[2,2] (x=R); %s = get_stream; set_stream 1; sync %s; "
-        "%r: f32[4] (x=R) = reshape(%x, shape=[4]); set_stream 0; sync 1; "
-        "%y: f32[4] (x=R) = add(%r, 1.0); set_stream %s; sync 0; return %y",
-        "set_stream 0; sync 1",
-        "set_stream 0; sync %s",
-        ("reads %r on stream 0 while stream 1", "a reshape that merges dims may copy"),
-    ),
-]
+    Rule("a stream reads what another one writes", _CHAIN, "set_stream 1; sync 0",
+         "set_stream 1; sync %s",
+         ("reads %h on stream 1 while stream 0 may still be writing it",
+         "%y: f32[4] (x=R) = add(%h, 1.0)", "%h: f32[4] (x=R) = add(%x, 1.0)",
+         "by one stream, or by syncs and waits", "sync 0 on stream 1 before")),
+    Rule("a sync before the work that it should wait for", _CHAIN,
+         "%h: T = add(%x, 1.0); set_stream 1; sync 0",
+         "set_stream 1; sync 0; set_stream 0; %h: T = add(%x, 1.0); set_stream 1",
+         ("reads %h on stream 1 while stream 0",)),
+    Rule("a stream writes what another one reads", _OVERWRITE, "set_stream 1; sync 0",
+         "set_stream 1",
+         ("writes %h on stream 1 while stream 0 may still be reading it", "sync 0 on stream 1")),
+    Rule("two streams write one buffer",
+         "input %x: M; %s = get_stream; %y: M = alloc; set_stream 0; sync %s; %y = add(%x, 1.0); "
+         "set_stream 1; sync 0; %y = add(%x, 2.0); set_stream %s; sync 1; return %y", "sync 0",
+         "sync %s", ("writes %y on stream 1 while stream 0 may still be writing it",)),
+    Rule("two streams write one part of a buffer",
+         "input %x: M; %s = get_stream; %y: f32[2,4] (x=R) = alloc; %r: T = select(%x, dim=0, "
+         "index=0); %a: T = select(%y, dim=0, index=0); %b: T = select(%y, dim=0, index=1); "
+         "set_stream 0; sync %s; %a = add(%r, 1.0); %b = add(%r, 1.0); set_stream %s; sync 0; "
+         "set_stream 1; sync %s; %b = add(%r, 2.0); set_stream 0; %a = add(%r, 2.0); "
+         "set_stream %s; sync 0; sync 1; return %y", "set_stream 0; %a",
+         "set_stream 0; %b = add(%r, 3.0); %a",
+         ("writes %b on stream 0 while stream 1 may still be writing it",)),
+    Rule("a stream that has not waited for the caller's reads an input", _CHAIN,
+         "set_stream 0; sync %s", "set_stream 0",
+         ("reads %x on stream 0, which has not waited for the caller's stream", "get_stream")),
+    Rule("a stream that has not waited for the caller's writes an output",
+         "%s = get_stream; set_stream 0; sync %s; %y: T = uniform(1, shape=[4], dtype=f32, "
+         "stream=0); set_stream %s; sync 0; return %y", "set_stream 0; sync %s", "set_stream 0",
+         ("writes %y on stream 0, which has not waited for the caller's stream",)),
+    Rule("an output is not joined", _CHAIN, "set_stream %s; sync 1", "set_stream %s; sync 0",
+         ("on the caller's stream while stream 1 may still be writing", "sync 1")),
+    Rule("joined on another stream than the caller's", _CHAIN, "set_stream %s; sync 1",
+         "set_stream 2; sync 1; set_stream %s", ("while stream 1 may still be writing",)),
+    Rule("the reads of an input are not joined", _OVERWRITE, "sync 0; sync 1; return",
+         "sync 0; return",
+         ("return while stream 1 may still be reading %x", "sync 1 on the caller's stream")),
+    Rule("a post before the data is there",
+         "input %x: P; %s = get_stream; %b: T = alloc; set_stream 0; sync %s; %p: P = add(%x, %x); "
+         "set_stream %s; sync 0; %c = post allreduce[sum](%p) -> %b SUM; wait %c; return %b",
+         "set_stream %s; sync 0", "set_stream %s",
+         ("post -> c reads %p on the caller's stream while stream 0",)),
+    Rule("waited for on another stream",
+         "input %p: P; %s = get_stream; %b: T = alloc; %c = post allreduce[sum](%p) -> %b SUM; "
+         "set_stream 0; wait %c; set_stream %s; sync 0; %y: T = add(%b, 1.0); return %y",
+         "sync 0; ", "",
+         ("reads %b on the caller's stream while stream 0 may still be writing it",)),
+    Rule("a buffer is filled again while the last iteration reads it", _TURNS, "sync 1; %h", "%h",
+         ("writes %h on stream 0 while stream 1 may still be reading it", "sync 1 on stream 0")),
+    Rule("a stream that get_stream did not give",
+         "input %x: T; %s = get_stream; set_stream %s; return %x", "%s = get_stream; ", "",
+         ("set_stream", "%s")),
+    Rule("a negative stream", "input %x: T; sync 1 - 1; return %x", "1 - 1", "0 - 1",
+         ("sync -1", "numbered from 0")),
+    Rule("a reshape that may copy",
+         "input %x: f32[2,2] (x=R); %s = get_stream; set_stream 1; sync %s; "
+         "%r: f32[4] (x=R) = reshape(%x, shape=[4]); set_stream 0; sync 1; "
+         "%y: f32[4] (x=R) = add(%r, 1.0); set_stream %s; sync 0; return %y",
+         "set_stream 0; sync 1", "set_stream 0; sync %s",
+         ("reads %r on stream 0 while stream 1", "a reshape that merges dims may copy")),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

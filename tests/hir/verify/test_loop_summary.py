@@ -150,20 +150,14 @@ def test_loops_that_the_faults_are_put_into(text: str) -> None:
 
 #: What one iteration alone does not show: an edit of the text, and what is said of it.
 WRONG = {
-    "a sum is read before it is complete": (
-        LAST,
+    "a sum is read before it is complete": (LAST,
         "    %h.i: f32[1,8] of [8,8] (dp=P(sum), chunk(0,8,%i)) = chunk(%g)\n"
         "    %k.i: f32[1,8] of [8,8] (dp=P(sum), chunk(0,8,%i)) = neg(%h.i)\n"
-        f"    free %h.i, %k.i\n{LAST}",
-        "the parts of 1 chunks",
-    ),
-    "a chunk is read that a later iteration writes": (
-        LAST,
+        f"    free %h.i, %k.i\n{LAST}", "the parts of 1 chunks"),
+    "a chunk is read that a later iteration writes": (LAST,
         "    %h.i: f32[2,8] of [32,8] (dp=S0, chunk(0,8,(7 - %i) mod 8)) = chunk(%y)\n"
         "    %k.i: f32[2,8] of [32,8] (dp=S0, chunk(0,8,(7 - %i) mod 8)) = neg(%h.i)\n"
-        f"    free %h.i, %k.i\n{LAST}",
-        "nothing has written",
-    ),
+        f"    free %h.i, %k.i\n{LAST}", "nothing has written"),
     "a value is left by each iteration": ("%t.i, %u.i", "%u.i", "%t.i"),
     "a view is left by each iteration": ("%t.i, %u.i", "%t.i", "%u.i"),
     "only the last post is waited for": (
@@ -177,48 +171,26 @@ WRONG = {
         "=> (dp=R, chunk(0,8,(%i + 1) mod 8)) axis=dp",
         "allreduce",
     ),
-    "a buffer from before is freed in each": (
-        LAST,
-        f"{READ}    free %s\n{LAST}",
-        "%s",
-    ),
-    "the next iteration reads on one stream what this one writes on another": (
-        LAST,
-        f"{READ}    set_stream 1\n    sync 0\n    %s = neg(%w)\n    set_stream 0\n{LAST}",
-        "%s",
-    ),
-    "the next iteration reads a chunk of what this one writes on another stream": (
-        LAST,
+    "a buffer from before is freed in each": (LAST, f"{READ}    free %s\n{LAST}", "%s"),
+    "the next iteration reads on one stream what this one writes on another": (LAST,
+        f"{READ}    set_stream 1\n    sync 0\n    %s = neg(%w)\n    set_stream 0\n{LAST}", "%s"),
+    "the next iteration reads a chunk of what this one writes on another stream": (LAST,
         f"    %v.i: {ROW} = chunk(%s)\n    %k.i: {ROW} = neg(%v.i)\n    set_stream 1\n"
-        f"    sync 0\n    %s = neg(%w)\n    set_stream 0\n    free %v.i, %k.i\n{LAST}",
-        "%v.i",
-    ),
-    "rows and columns are written on two streams": (
-        LAST,
-        f"    %a.i: {ROW} = chunk(%m)\n" + BOTH.format(column=COLUMN, sync="") + LAST,
-        "%a.i",
-    ),
-    "a branch that is not taken says that a name is other memory": (
-        LAST,
+        f"    sync 0\n    %s = neg(%w)\n    set_stream 0\n    free %v.i, %k.i\n{LAST}", "%v.i"),
+    "rows and columns are written on two streams": (LAST,
+        f"    %a.i: {ROW} = chunk(%m)\n" + BOTH.format(column=COLUMN, sync="") + LAST, "%a.i"),
+    "a branch that is not taken says that a name is other memory": (LAST,
         READ.replace("%s", "%b") + "    set_stream 1\n    sync 0\n    %s = neg(%w)\n"
-        f"    set_stream 0\n{LAST}",
-        "%b",
-    ),
-    "chunks of other numbers are added": (
-        LAST,
+        f"    set_stream 0\n{LAST}", "%b"),
+    "chunks of other numbers are added": (LAST,
         f"    %h.i: {ROWS.format('(7 - %i) mod 8')} = chunk(%n)\n"
         f"    %k.i: {ROWS.format('%i')} = add(%x.i, %h.i)\n    free %h.i, %k.i\n{LAST}",
-        "another one chunk(0,8,7)",
-    ),
-    "a name means other memory from its second binding on": (
-        LAST,
+        "another one chunk(0,8,7)"),
+    "a name means other memory from its second binding on": (LAST,
         f"    %a.i: {ROW} = alloc\n    free %a.i\n    %r.i: {ROW} = chunk(%m)\n"
-        "    %a.i = set(%r.i)\n"
-        + BOTH.format(column=COLUMN, sync="").replace("free", "free %r.i,")
-        + LAST,
-        "%a.i",
-    ),
-}
+        "    %a.i = set(%r.i)\n" + BOTH.format(column=COLUMN, sync="").replace("free",
+        "free %r.i,") + LAST, "%a.i"),
+}  # fmt: skip
 
 
 def test_a_chunk_of_a_name_that_is_other_memory() -> None:
