@@ -13,7 +13,8 @@ of a value is taken of the value's copy where that has the wanted layout:
 ->
     %rows.whole: f32[8,8] (tp=R) = reshape(%x.whole)
 
-or where that costs less to bring there: one of the heads that a view repeats is sent, not each.
+or where that costs less to bring there: one of the heads that a view repeats is sent, not each. At
+equal costs the value is moved before its views where others read it, or views of it, there as well.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from mdfuse.layouts.layout import Layout, Replicate
 from mdfuse.layouts.stream import Stream
 from mdfuse.layouts.streamed_sets import FORMS, form
 from mdfuse.passes.prices import move_cost
-from mdfuse.passes.strategy import choose, choose_here, is_view, viewed_as
+from mdfuse.passes.strategy import choose_here, is_view, viewed_as, viewed_from
 from mdfuse.passes.streams import operand_streams
 from mdfuse.reshard import costs
 
@@ -110,16 +111,25 @@ class _Rewriter:
         if view is None or is_streamed or layout.reaches or self.layout(source).partial_axes:
             return None
         (operand,) = view.reads
-        open_operand = replace(self.values[operand], layout=None, copies=())
-        strategy = choose(view, {operand: open_operand, value: self.values[value]}, layout)
-        if strategy is None or strategy.result != layout:
-            return None
-        before = strategy.wanted[operand]
-        if viewed_as(view, self.values, before) != layout:
+        before = viewed_from(view, self.values, layout)
+        if before is None:
             return None
         there = self.cheapest(self.copies.get(operand, [operand]), before)
-        is_less = self.price(there, before) < self.price(source, layout)
+        is_shared = self.is_shared(operand, before, value)
+        prices = self.price(there, before), self.price(source, layout)
+        is_less = prices[0] <= prices[1] if is_shared else prices[0] < prices[1]
         return (operand, before) if is_less else None
+
+    def is_shared(self, value: str, layout: Layout, view: str) -> bool:
+        """Return whether a copy of what a view is of serves others than the view's readers."""
+        by_view = {reader for reader, _ in self.values[view].copies}
+        if any(c == layout and r not in by_view for r, c in self.values[value].copies):
+            return True
+        outer = self.views.get(value)
+        if outer is None:
+            return False
+        before = viewed_from(outer, self.values, layout)
+        return before is not None and self.is_shared(outer.reads[0], before, view)
 
     def price(self, source: str, layout: Layout) -> int:
         """Return what the busiest rank receives where a copy is brought into a layout."""

@@ -116,6 +116,17 @@ def viewed_as(view: Expr, values: Mapping[str, Value], layout: Layout) -> Layout
     return strategy.result if strategy is not None and is_read_so else None
 
 
+def viewed_from(view: Expr, values: Mapping[str, Value], layout: Layout) -> Layout | None:
+    """Return the layout of its operand of which a view has a layout; None where there is none."""
+    (operand,) = view.reads
+    open_operand = replace(values[operand], layout=None, copies=())
+    strategy = choose(view, {operand: open_operand, view.output: values[view.output]}, layout)
+    if strategy is None or strategy.result != layout:
+        return None
+    before = strategy.wanted[operand]
+    return before if viewed_as(view, values, before) == layout else None
+
+
 #: What was chosen: layouts of the operands and of the results. Passes ask several times about an
 #: expression, and layers of a model ask the same.
 CHOICES: Cache[tuple[tuple[Layout, ...], tuple[Layout, ...]]] = Cache(limit=16384)

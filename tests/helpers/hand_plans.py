@@ -201,10 +201,25 @@ def _parts_of_stages(m: Model, n: Mapping[str, int]) -> dict[str, float]:
 
 
 def _experts(m: Model, n: Mapping[str, int]) -> dict[str, float]:
-    """Rows to experts and back, each way, gradients of other parameters, and counts of rows."""
+    """Rows to experts and back, each way, and gradients of other parameters."""
     rows = 4 * m.length * m.chosen * m.width * BYTES
-    counts = n["ep"] * m.experts * 8
-    return {"ep": share(n["ep"]) * (rows + 2 * m.bytes(but=_EXPERTS) + counts)}
+    return {"ep": share(n["ep"]) * (rows + 2 * m.bytes(but=_EXPERTS))}
+
+
+def _counts(m: Model, sizes: Mapping[str, int]) -> dict[str, float]:
+    """The i64 counts of rows for each expert, which all ranks get of all parts of the tokens."""
+    whole = math.prod(sizes.values()) * m.experts * 8
+    return {a: by * share(math.prod(sizes.values())) * whole for a, by in _parts(sizes).items()}
+
+
+def _parts(sizes: Mapping[str, int]) -> dict[str, float]:
+    """The part of what a collective along several axes, outermost first, brings along each.
+
+    Ranks that differ in the outermost axis bring all that ranks of their place have together.
+    """
+    extents, total = [*sizes.values()], math.prod(sizes.values()) - 1
+    inside = (math.prod(extents[n + 1 :]) for n in range(len(extents)))
+    return {a: (k - 1) * n / max(total, 1) for (a, k), n in zip(sizes.items(), inside, strict=True)}
 
 
 #: Posts of parameters; all ranks get the counts of rows of experts. Where tp holds copies, each of
@@ -349,7 +364,7 @@ class Row:
     """A row of the table: bytes and posts along an axis, and those of a plan by hand."""
 
     axis: str
-    received: int
+    received: float
     by_hand: float
     posts: int
     posts_by_hand: int
@@ -367,11 +382,15 @@ def _axes(communication: Any) -> tuple[str, ...]:
 def rows(model: Model, style: Style, mesh: DeviceMesh) -> list[Row]:
     """Return a row of the table for each axis."""
     program = mf.compile(layer(model, style, mesh), mf.Options(overlap="never", context="gather"))
-    by_hand = style.received(model, {a: mesh.axis_size(a) for a in mesh.axes})
-    received, posts = dict.fromkeys(by_hand, 0), dict.fromkeys(by_hand, 0)
-    for instruction, size in arriving(program.host, 0):
-        for axis in _axes(instruction.comm):
-            received[axis] += size
+    sizes = {a: mesh.axis_size(a) for a in mesh.axes}
+    by_hand = style.received(model, sizes)
+    tokens = {a: n for a, n in sizes.items() if a in (*style.batch, *style.sequence) and a != "tp"}
+    for axis, size in _counts(model, tokens).items():
+        by_hand[axis] += size
+    received, posts = dict.fromkeys(by_hand, 0.0), dict.fromkeys(by_hand, 0)
+    for instruction, arrived in arriving(program.host, 0):
+        for axis, part in _parts({a: sizes[a] for a in _axes(instruction.comm)}).items():
+            received[axis] += part * arrived
             posts[axis] += 1
     return [
         Row(a, received[a], by_hand[a], posts[a], style.posts_of(model, a, mesh.axis_size(a)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -256,6 +257,56 @@ def test_heads_are_gathered_before_they_are_repeated(rows_of_batch: int) -> None
     repeated = keys.repeat_interleave(4, 1)
     want = functional.scaled_dot_product_attention(queries, repeated, repeated)
     torch.testing.assert_close(got, want)
+
+
+#: How each of two products reads rows, [s, b, d].
+READ_ROWS: dict[str, tuple[Any, ...]] = {
+    "alike": (lambda x: x.reshape(-1, 8), lambda x: x.reshape(-1, 8)),
+    "a view first": (lambda x: x.reshape(-1, 8), lambda x: x),
+    "itself first": (lambda x: x, lambda x: x.reshape(-1, 8)),
+    "otherwise": (lambda x: x.reshape(-1, 8), lambda x: x.unsqueeze(2)),
+    "a view of a view": (lambda x: x.reshape(-1, 8).reshape(1, -1, 8), lambda x: x.unsqueeze(2)),
+    "transposed": (lambda x: x.permute(0, 1, 2), lambda x: x.transpose(0, 1)),
+}
+
+
+@pytest.mark.parametrize("name", READ_ROWS)
+@pytest.mark.parametrize(
+    ("shape", "dim", "dp"), [((12, 2, 8), 0, 1), ((7, 2, 8), 0, 1), ((1, 5, 8), 1, 1),
+                             ((2, 5, 8), 1, 2)]
+)  # fmt: skip
+def test_rows_are_gathered_once_for_all_views(
+    shape: tuple[int, ...], dim: int, dp: int, name: str
+) -> None:
+    """Forwards and backwards, in whichever views products read them."""
+    mesh, split = DeviceMesh.arange(dp=dp, tp=4), {"dp": Shard(1 - dim), "tp": Shard(dim)}
+    given = [torch.randn(n, dtype=torch.float64) for n in (shape, (16, 8), (16, 8))]
+    with mf.FusionDefinition("views") as fd:
+        x = fd.define_tensor(shape, torch.float64, mesh, split, name="x")
+        weights = [
+            fd.define_tensor([16, 8], torch.float64, mesh, {"tp": Shard(0)}, name=f"w{n}")
+            for n in range(2)
+        ]
+        y = x.sin()
+        reads = [read(y) for read in READ_ROWS[name]]
+        values = [mf.ops.linear(v, w) for v, w in zip(reads, weights, strict=True)]
+        loss = sum((v * v).sum() for v in values)
+        for value in (loss, *mf.grad(loss, [x, *weights])):
+            fd.add_output(value)
+    program = mf.compile(fd)
+    wide = [c for c in program.communications if math.prod(c.shape) == math.prod(shape)]
+    gathers = [c for c in wide if c.kind not in ("ReduceScatter", "ReduceExchange")]
+    assert len(gathers) == 1, program
+    leaves = [t.clone().requires_grad_() for t in given]
+    want = sum(
+        functional.linear(read(leaves[0].sin()), w).square().sum()
+        for read, w in zip(READ_ROWS[name], leaves[1:], strict=True)
+    )
+    assert isinstance(want, torch.Tensor)
+    grads = torch.autograd.grad(want, leaves)
+    ran = mf.simulate(program, given, options=mf.Options(poison=True))
+    for a, b in zip(ran.outputs, [want.detach(), *grads], strict=True):
+        torch.testing.assert_close(a, b)
 
 
 LAYOUTS: list[dict[str, Shard]] = [
