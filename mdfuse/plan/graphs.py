@@ -168,6 +168,7 @@ class GraphPlan:
             numbers.get(slot if given.get(n) is None else given[n])
             for n, slot in enumerate(self.plan.outputs)
         ]
+        self._new_places = [n for n, slot in enumerate(self._parameters) if slot in self._new]
         self._taken = picked(self._places)
         pairs = zip(self._places, self.plan.outputs, strict=True)
         self._is_simple = not self.numbers and not any(
@@ -223,8 +224,7 @@ class GraphPlan:
 
     def _new_at(self, values: Sequence[Any]) -> tuple[int, ...]:
         """Return the addresses of new outputs."""
-        pairs = zip(self._parameters, values, strict=True)
-        return tuple([x.data_ptr() for slot, x in pairs if slot in self._new])
+        return tuple([values[n].data_ptr() for n in self._new_places])
 
     def _buffers(self, out: Sequence[Any]) -> list[Any]:
         """Return the caller's buffers for outputs, and new ones for the others."""

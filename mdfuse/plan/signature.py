@@ -26,6 +26,13 @@ from mdfuse.torch_private import (
 _properties = attrgetter("shape", "dtype", "layout", "device", "requires_grad")
 
 
+class Lasting(tuple[Any, ...]):
+    """Arguments whose owner leaves them as they are, form and place, from run to run.
+
+    A run with the arguments of the last one then looks at the first tensor alone.
+    """
+
+
 @dataclass(frozen=True, slots=True)
 class Signature:
     """Reads the signature off a run's arguments: all properties that its plan depends on.
@@ -112,6 +119,12 @@ class Signature:
             return where([given[n] for n in tensors])
 
         return where_some
+
+    def first_like(self, arguments: Sequence[Any]) -> Likeness:
+        """Return the same test of the first tensor alone, and so of the modes of torch."""
+        n = self.tensors[0]
+        where = likeness([arguments[n]])
+        return lambda given: where([given[n]])
 
     def stream(self) -> int:
         """Return the handle of the current CUDA stream; 0 on CPU."""

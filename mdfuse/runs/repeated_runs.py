@@ -13,7 +13,7 @@ from torch import is_autocast_enabled, is_grad_enabled
 
 from mdfuse.caching import Cache
 from mdfuse.plan.runnable import Runnable
-from mdfuse.plan.signature import Signature
+from mdfuse.plan.signature import Lasting, Signature
 from mdfuse.runtime.watch.plan_position import RunCount
 from mdfuse.torch_private import current_raw_stream
 
@@ -61,22 +61,22 @@ def repeated(
     run, quick, stream, device = plan.run, plan.quick, signature.stream(), signature.device
     is_plain = is_alone and not plan.numbers and not is_autocast_enabled(communicator.device.type)
     may_overlap, are_apart, stream_of = plan.may_overlap, signature.are_apart, current_raw_stream
-    last = where(arguments)
+    last, lasting, where_first = where(arguments), None, signature.first_like(arguments)
 
     def again(given: Sequence[Any]) -> list[Any] | None:
-        nonlocal last
+        nonlocal last, lasting
         with lock:  # a plan's buffers serve one run at a time
             if not communicator.is_ready or (device is not None and stream_of(device) != stream):
                 return None
-            at = where(given)
+            at = where(given) if given is not lasting else where_first(given) and last
             if at is None or (may_run is not None and not may_run(given)):
                 return None
-            if at == last:
-                at = last  # which plans recognise by identity
-            elif may_overlap and not are_apart(given, None):
-                return None
-            else:
+            if at != last:
+                if may_overlap and not are_apart(given, None):
+                    return None
                 last = at
+            at = last  # which plans recognise by identity
+            lasting = given if type(given) is Lasting else None
             if cache.recent is plan:  # `again` without the call
                 cache.hits += 1
             elif not cache.again(key, plan):

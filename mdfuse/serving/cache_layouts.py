@@ -11,7 +11,7 @@ from torch import nn
 from mdfuse.frontend.importing.plans import from_plan
 from mdfuse.layouts.layout import Replicate, Shard
 from mdfuse.mesh import DeviceMesh
-from mdfuse.serving.decoder import CACHES
+from mdfuse.serving.decoder import CACHES, CHOSEN
 
 
 def placed(
@@ -35,7 +35,7 @@ def placed(
     for name, (heads, _, _) in caches.items():
         if not any(pattern.startswith(f"{CACHES}.") for pattern in layouts or ()):
             said[f"{CACHES}.{name}"] = _of_cache(mesh, heads, said)
-    return {**said, "output:0": whole}, others
+    return {**said, CHOSEN: whole}, others
 
 
 def _by_plan(module: nn.Module, mesh: DeviceMesh) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -27,6 +27,9 @@ from mdfuse.torch_private import FakeTensorMode
 #: The submodule that holds the caches; their names are "caches.k0", "caches.v0", ….
 CACHES = "caches"
 
+#: The buffer with the token that was chosen last for each slot, and what stands for it in a step.
+CHOSEN, LAST = "chosen", -1
+
 
 class Caches(Written, nn.Module):
     """Keys and values of all layers, [rows, heads, features] each; what `past_key_values` is.
@@ -55,9 +58,13 @@ class Served(nn.Module):
     """The forward of a model that serves: mixed into the class of the model."""
 
     shape_served: StepShape
+    chosen: Tensor
 
-    def forward(self, step: Tensor) -> tuple[Tensor, Tensor]:
-        """Write one step's tokens into the caches; return tokens [slots], logits [slots, words].
+    def forward(self, step: Tensor) -> Tensor:
+        """Write one step's tokens into the caches, and the most probable next ones into `chosen`.
+
+        Returns:
+            logits [slots, words].
 
         Args:
             step: the integers of a step, in the order of `StepShape.fields`.
@@ -69,24 +76,32 @@ class Served(nn.Module):
         places = Places(s, caches, parts["positions"], parts["table"], parts["slot"])
         with attending(places):
             results: Any = super().forward(
-                input_ids=parts["ids"][None],
+                input_ids=self._tokens(parts["ids"])[None],
                 position_ids=parts["positions"][None],
                 past_key_values=caches,
                 use_cache=True,
                 logits_to_keep=torch.arange(s.slots, device=step.device),
             )
         caches.written = {}  # they were of this step
-        logits = results.logits[0].float()
-        return logits.argmax(-1), logits
+        logits: Tensor = results.logits[0].float()
+        self.chosen.copy_(logits.argmax(-1))
+        return logits
+
+    def _tokens(self, ids: Tensor) -> Tensor:
+        """Return ids with the token chosen last where a slot goes on with it."""
+        n = self.shape_served.slots
+        return torch.cat((torch.where(ids[:n] == LAST, self.chosen, ids[:n]), ids[n:]))
 
 
-def served(module: nn.Module, shape: StepShape, caches: Mapping[str, Tensor]) -> nn.Module:
+def served(
+    module: nn.Module, shape: StepShape, caches: Mapping[str, Tensor], chosen: Tensor
+) -> nn.Module:
     """Return a model that shares the parameters of a module, and has caches and another forward."""
     kind = type(module)
     other = copy.copy(module)
     other.__class__ = type(kind.__name__, (Served, kind), {"__module__": kind.__module__})
     other._modules = {**module._modules, CACHES: Caches(caches)}
-    other._buffers = {**module._buffers}
+    other._buffers = {**module._buffers, CHOSEN: chosen}
     other.shape_served = shape  # type: ignore[assignment]
     return other
 

@@ -20,11 +20,11 @@ from mdfuse.serving.cache_layouts import placed
 from mdfuse.serving.decoder import cache_types
 from mdfuse.serving.front import Front, Message
 from mdfuse.serving.models import model_of
-from mdfuse.serving.programs import Programs
+from mdfuse.serving.programs import Arrival, Programs
 from mdfuse.serving.requests import Continuation, Request, request_of
 from mdfuse.serving.rotation import check_context, longest
 from mdfuse.serving.shape import StepShape
-from mdfuse.serving.turns import Turns
+from mdfuse.serving.turns import Begun, Turns
 
 #: The most tokens of a request where neither caller nor model say fewer.
 CONTEXT = 2048
@@ -34,7 +34,8 @@ class GenerationEngine:
     """Continues prompts by a causal model, several at once; `mf.generate` returns it.
 
     A step takes each request with a slot one token further, and one whose prompt is not computed
-    yet by a chunk besides. Requests without a slot, or without pages, wait in their order.
+    yet by a chunk besides. Requests without a slot, or without pages, wait in their order. On GPUs
+    the next step has begun by then: `ahead` of `mf.generate`.
 
     On several ranks rank 0 takes requests; each other rank calls `follow()`, or `step()` as often.
     An engine is not for several threads.
@@ -58,13 +59,22 @@ class GenerationEngine:
     """
 
     def __init__(
-        self, programs: Programs, eos: tuple[int, ...], words: int, comm: Communicator | None
+        self,
+        programs: Programs,
+        eos: tuple[int, ...],
+        words: int,
+        comm: Communicator | None,
+        ahead: bool | None,
     ) -> None:
         self.programs, self.shape = programs, programs.shape
         self.eos, self._words, self._comm = eos, words, comm
         self._turns = Turns(programs.shape)
         self._numbers = count()
         self._front = None if comm is None or comm.size == 1 else Front(comm)
+        is_gpu = comm is not None and comm.device.type == "cuda"
+        self._is_ahead = is_gpu if ahead is None else ahead
+        #: the step whose tokens the next call reads, where it has begun
+        self._begun: tuple[Begun, Arrival] | None = None
         self._broken: str | None = None
 
     # -- requests ----------------------------------------------------------------------------------
@@ -156,18 +166,29 @@ class GenerationEngine:
             raise
 
     def _led(self) -> int:
-        turns, shape = self._turns, self.shape
-        running = len(turns.running)
-        if not running:
-            self._say(Message("nothing"))
+        """Read the tokens of a step; begin the next one before, where the engine goes ahead."""
+        now, self._begun = self._begun, None
+        if now is None or not now[0].left:
+            now = self._begin(has_more=self._is_ahead)
+        if now is None:
             return 0
-        chunked = turns.chunked()
-        has_chunk = chunked is not None
-        integers = turns.integers(shape if has_chunk else self.programs.without_chunk, chunked)
-        message = Message("step", has_chunk, integers, self._drawn(turns.complete))
+        if self._is_ahead:
+            self._begun = self._begin()
+        begun, tokens = now
+        count = begun.left
+        self._turns.take(begun, tokens.read())
+        return count
+
+    def _begin(self, has_more: bool = False) -> tuple[Begun, Arrival] | None:
+        """Begin a step; None, and the others hear it, where there is nothing to compute."""
+        begun = self._turns.begin()
+        if begun is None:
+            self._say(Message("nothing"))
+            return None
+        numbers = self._drawn(begun.chosen)
+        message = Message("step", begun.has_chunk, begun.integers, numbers, has_more=has_more)
         self._say(message)
-        turns.take(self._run(message))
-        return running
+        return begun, self._run(message)
 
     def _drawn(self, complete: Mapping[int, Request]) -> npt.NDArray[np.float64] | None:
         """The numbers by which tokens are chosen; None where all take the most probable one."""
@@ -180,10 +201,10 @@ class GenerationEngine:
             numbers[slot] = s.temperature, top_k, s.top_p, request.draws.random()
         return numbers
 
-    def _run(self, message: Message) -> list[int]:
+    def _run(self, message: Message) -> Arrival:
         assert message.integers is not None
         try:
-            return self.programs.run(message.integers, message.has_chunk, message.numbers)
+            return self.programs.begin(message.integers, message.has_chunk, message.numbers)
         except MdfuseError:
             raise
         except Exception as error:  # others would wait in the run until its deadline
@@ -196,13 +217,18 @@ class GenerationEngine:
             self._front.say(message)
 
     def _followed(self) -> int | None:
-        """Do what rank 0 says; None at the end."""
+        """Do what rank 0 says in a call of `step`; return how often, None at the end."""
         assert self._front is not None
-        message = self._front.hear()
-        if message.kind == "step":
-            self._run(message)
-            return 1
-        return 0 if message.kind == "nothing" else None
+        steps, has_more = 0, True
+        while has_more:
+            message = self._front.hear()
+            if message.kind == "end":
+                return None
+            if message.kind == "step":
+                self._run(message)
+                steps += 1
+            has_more = message.has_more
+        return steps
 
     def follow(self) -> None:
         """Compute what rank 0 does until it closes the engine: for each other rank.
@@ -248,12 +274,12 @@ def generate(
     *,
     chunk: int = 64,
     context: int | None = None,
+    ahead: bool | None = None,
     options: Options | None = None,
 ) -> GenerationEngine:
     """Return an engine that continues texts by a causal model of transformers.
 
-    Its caches follow from the module: their heads and features are those of the keys and values
-    that its layers write.
+    Its caches follow from the module: from the keys and values that its layers write.
 
     Args:
         module: a causal model, or a folder that transformers' `from_pretrained` reads.
@@ -270,6 +296,7 @@ def generate(
         chunk: how many tokens of a prompt a step computes besides one token of each slot; 0: none.
         context: the most tokens of a request, prompt included; by default the model's
             `max_position_embeddings`, at most 2,048, and no rotary frequency changes in it.
+        ahead: whether a step begins before the tokens of the last one are read; None: on GPUs.
         options: of the programs.
 
     Raises:
@@ -296,7 +323,7 @@ def generate(
     said, others = placed(model, mesh, caches, layouts)
     runs = None if comm.size == 1 and mesh.size > 1 else comm
     programs = Programs(served, shape, caches, mesh, said, others, runs, options)
-    return GenerationEngine(programs, eos_of(model), text.vocab_size, runs)
+    return GenerationEngine(programs, eos_of(model), text.vocab_size, runs, ahead)
 
 
 def _longest(model: Any) -> int:

@@ -31,6 +31,7 @@ class Message(NamedTuple):
         integers: of a step.
         numbers: by which a step chooses tokens, [slots, 4]; None: the most probable ones.
         text: of an error.
+        has_more: whether another message of the same call of `step` follows.
     """
 
     kind: str
@@ -38,6 +39,7 @@ class Message(NamedTuple):
     integers: npt.NDArray[np.int64] | None = None
     numbers: npt.NDArray[np.float64] | None = None
     text: str = ""
+    has_more: bool = False
 
 
 class Front:
@@ -101,17 +103,18 @@ _KINDS = ("step", "nothing", "end", "error")
 
 
 def _packed(m: Message) -> bytes:
-    """Bytes of a message: four integers, and what they count."""
+    """Bytes of a message: five integers, and what they count."""
     texts = m.text.encode()
     integers = b"" if m.integers is None else m.integers.tobytes()
     numbers = b"" if m.numbers is None else m.numbers.tobytes()
-    head = [_KINDS.index(m.kind), m.has_chunk, len(integers), len(numbers)]
+    head = [_KINDS.index(m.kind), m.has_chunk, len(integers), len(numbers), m.has_more]
     return np.array(head, dtype=np.int64).tobytes() + integers + numbers + texts
 
 
 def _unpacked(data: bytes) -> Message:
-    kind, has_chunk, n, m = (int(x) for x in np.frombuffer(data[:32], dtype=np.int64))
-    integers = np.frombuffer(data[32 : 32 + n], dtype=np.int64).copy() if n else None
-    numbers = np.frombuffer(data[32 + n : 32 + n + m]).reshape(-1, 4).copy() if m else None
-    text = data[32 + n + m :].decode()
-    return Message(_KINDS[kind], bool(has_chunk), integers, numbers, text)
+    head, data = np.frombuffer(data[:40], dtype=np.int64).tolist(), data[40:]
+    kind, has_chunk, n, m, has_more = head
+    integers = np.frombuffer(data[:n], dtype=np.int64).copy() if n else None
+    numbers = np.frombuffer(data[n : n + m]).reshape(-1, 4).copy() if m else None
+    text = data[n + m :].decode()
+    return Message(_KINDS[kind], bool(has_chunk), integers, numbers, text, bool(has_more))

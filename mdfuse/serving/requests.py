@@ -52,7 +52,8 @@ class Request:
         most: how many tokens may follow it.
         draws: the numbers that its tokens are drawn by.
         stops: sequences of tokens that end it.
-        done: how many of `ids` are in the caches.
+        pending: how many tokens behind `ids` were chosen that the host has not read.
+        done: how many of its tokens are in the caches, or will be by the steps that have begun.
         slot: the slot that it has.
         pages: the pages that it has.
     """
@@ -64,6 +65,7 @@ class Request:
     sampling: Sampling
     draws: random.Random
     stops: tuple[tuple[int, ...], ...]
+    pending: int = 0
     done: int = 0
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
@@ -71,18 +73,34 @@ class Request:
     because: str = ""
 
     @property
+    def length(self) -> int:
+        """The number of its tokens, with those that the host has not read."""
+        return len(self.ids) + self.pending
+
+    @property
+    def is_full(self) -> bool:
+        """True once no further token may be chosen, whatever those are that were."""
+        return self.length - self.prompt >= self.most
+
+    @property
+    def is_over(self) -> bool:
+        """True once it has ended."""
+        return self.state not in ("waiting", "running")
+
+    @property
     def result(self) -> Continuation:
         """Its tokens so far, and its state."""
         return Continuation(tuple(self.ids[self.prompt :]), self.state, self.because)
 
-    def take(self, token: int) -> None:
-        """Append a token, and end where it is the last one."""
+    def take(self, token: int) -> bool:
+        """Append a token; end, and return True, where it is the last one."""
         self.ids.append(token)
         count = len(self.ids) - self.prompt
         if any(len(s) <= count and self.ids[-len(s) :] == [*s] for s in self.stops):
             self.state = "stop"
         elif count >= self.most:
             self.state = "length"
+        return self.is_over
 
 
 def request_of(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from mdfuse.errors import ProgramError, counted
+from mdfuse.serving.decoder import LAST
 from mdfuse.serving.requests import Continuation, Request
 from mdfuse.serving.shape import StepShape
 
@@ -18,11 +21,36 @@ Integers = npt.NDArray[np.int64]
 KEPT = 4096
 
 
+class Begun(NamedTuple):
+    """A step that has begun.
+
+    Attributes:
+        has_chunk: whether it computes a chunk.
+        integers: that it reads; the next such step overwrites them.
+        requests: those with a slot.
+        chosen: by slot, those that it chooses a token for.
+    """
+
+    has_chunk: bool
+    integers: Integers
+    requests: tuple[Request, ...]
+    chosen: dict[int, Request]
+
+    @property
+    def left(self) -> int:
+        """The number of its requests that nothing has ended since."""
+        return sum(not x.is_over for x in self.requests)
+
+
 class Turns:
     """The requests of an engine: those that wait, in their order, and one for each busy slot.
 
     A request has its slot and all of its pages from the first step to the last one, so that no
     request stops half-way for want of pages; one that has too few waits, and those behind it.
+
+    A step may begin before the tokens of the last one are read: in their place stands `LAST`. Who
+    has all tokens by then gives its slot away; who turns out to have ended earlier has computed a
+    token more, which nobody reads, in a row of its slot or pages.
     """
 
     def __init__(self, shape: StepShape) -> None:
@@ -32,6 +60,10 @@ class Turns:
         self._slots = [*range(shape.slots)][::-1]
         self.pages = [*range(1, shape.pages)][::-1]
         self._table = np.zeros((shape.slots, shape.pages_of_slot), dtype=np.int64)
+        self._slot_numbers = np.arange(shape.slots)
+        shapes = (replace(shape, chunk=0), shape)
+        self._integers = [np.zeros(s.size, dtype=np.int64) for s in shapes]
+        self._parts = [s.parts(x) for s, x in zip(shapes, self._integers, strict=True)]
         self._all: dict[int, Request] = {}
         self._over: dict[int, Continuation] = {}
 
@@ -66,8 +98,6 @@ class Turns:
                 )
                 break
             self._start(self.waiting.popleft(), wanted)
-        for request in [*self.waiting][1:]:
-            request.because = "others wait before it"
 
     def _start(self, request: Request, pages: int) -> None:
         slot = request.slot = self._slots.pop()
@@ -98,7 +128,10 @@ class Turns:
             ProgramError: there is no such request, or it was over long ago.
         """
         if number in self._all:
-            return self._all[number].result
+            request = self._all[number]
+            if request.state == "waiting" and request is not self.waiting[0]:
+                request.because = "others wait before it"
+            return request.result
         if number in self._over:
             return self._over[number]
         raise ProgramError(
@@ -109,74 +142,95 @@ class Turns:
 
     def _end(self, request: Request) -> None:
         del self._all[request.number]
-        if request.slot is None:
+        if request.slot is None and request in self.waiting:
             self.waiting.remove(request)
-        else:
-            del self.running[request.slot]
-            self._slots.append(request.slot)
-            self.pages += request.pages
-            self._table[request.slot] = 0
+        self._leave(request)
         self._over[request.number] = request.result
         if len(self._over) > KEPT:
             del self._over[next(iter(self._over))]
 
+    def _leave(self, request: Request) -> None:
+        """Give the slot and the pages of a request away, where it has some."""
+        if request.slot is not None:
+            del self.running[request.slot]
+            self._slots.append(request.slot)
+            self.pages += request.pages
+            self._table[request.slot] = 0
+            request.slot, request.pages = None, []
+
     # -- a step ------------------------------------------------------------------------------------
+
+    def begin(self) -> Begun | None:
+        """Take each request with a slot one token further, one a chunk; None: nobody has a slot."""
+        full = [x for x in self.running.values() if x.is_full]
+        for request in full:
+            self._leave(request)
+        if full:
+            self.admit()
+        if not self.running:
+            return None
+        chunked = self.chunked()
+        integers, chosen = self.integers(chunked), self.complete
+        for request in chosen.values():
+            request.pending += 1
+        return Begun(chunked is not None, integers, (*self.running.values(),), chosen)
 
     def chunked(self) -> Request | None:
         """The first request that lacks more than its last token in the caches."""
         if not self.shape.chunk:
             return None
-        lacks = (x for x in self.running.values() if len(x.ids) - x.done > 1)
+        lacks = (x for x in self.running.values() if x.length - x.done > 1)
         return min(lacks, key=lambda x: x.number, default=None)
 
-    def integers(self, shape: StepShape, chunked: Request | None) -> Integers:
+    def integers(self, chunked: Request | None) -> Integers:
         """The integers of a step; each request with a slot is one token further, one a chunk."""
-        step = np.zeros(shape.size, dtype=np.int64)
-        parts = shape.parts(step)
+        has_chunk, n = chunked is not None, self.shape.slots
+        parts, rows = self._parts[has_chunk], self._slot_numbers
         parts["table"][:] = self._table
         if chunked is not None:
             self._write_chunk(parts, chunked)
-        for slot, request in self.running.items():
-            self._write(parts, slice(slot, slot + 1), request, 1)
-        for slot in self._slots:  # writes where the next request of this slot begins
-            parts["rows"][slot] = 0 if shape.pages else slot
-        return step
+        ids, positions = [0] * n, [0] * n  # free slots write where their next request begins
+        for slot, x in self.running.items():
+            ids[slot] = x.ids[x.done] if x.done < len(x.ids) else LAST
+            positions[slot] = x.done
+            x.done += 1
+        parts["ids"][:n] = ids
+        parts["positions"][:n] = positions
+        parts["rows"][:n] = self._rows(rows, parts["positions"][:n])
+        return self._integers[has_chunk]
 
     def _write_chunk(self, parts: dict[str, Integers], request: Request) -> None:
         """Write all but the last token that a request lacks, or as many as a chunk has."""
-        n, chunk = self.shape.slots, len(parts["ids"]) - self.shape.slots
-        count = min(chunk, len(request.ids) - request.done - 1)
+        n, start = self.shape.slots, request.done
+        count = min(self.shape.chunk, request.length - start - 1)
         assert request.slot is not None
+        positions = np.arange(start, start + count)
         parts["slot"][:] = request.slot
-        self._write(parts, slice(n, n + count), request, count)
+        parts["ids"][n : n + count] = request.ids[start : start + count]
+        parts["positions"][n : n + count] = positions
+        parts["rows"][n : n + count] = self._rows(request.slot, positions)
         for name in ("ids", "positions", "rows"):  # the others do what the last one does
             parts[name][n + count :] = parts[name][n + count - 1]
-
-    def _write(self, parts: dict[str, Integers], at: slice, request: Request, count: int) -> None:
-        positions = np.arange(request.done, request.done + count)
-        parts["ids"][at] = request.ids[request.done : request.done + count]
-        parts["positions"][at] = positions
-        parts["rows"][at] = self._rows(request, positions)
         request.done += count
 
-    def _rows(self, request: Request, positions: Integers) -> Integers:
-        """The rows of the caches for positions of a request."""
+    def _rows(self, slots: int | Integers, positions: Integers) -> Integers:
+        """The rows of the caches for positions of slots."""
         s = self.shape
-        assert request.slot is not None
         if not s.pages:
-            return positions * s.slots + request.slot
-        pages: Integers = self._table[request.slot, positions // s.page_size]
+            return positions * s.slots + slots
+        pages: Integers = self._table[slots, positions // s.page_size]
         return pages * s.page_size + positions % s.page_size
 
     @property
     def complete(self) -> dict[int, Request]:
         """By slot, requests whose last token was computed: what the step chooses follows them."""
-        return {slot: x for slot, x in self.running.items() if x.done == len(x.ids)}
+        return {slot: x for slot, x in self.running.items() if x.done == x.length}
 
-    def take(self, tokens: Sequence[int]) -> None:
+    def take(self, begun: Begun, tokens: Sequence[int]) -> None:
         """Append what a step chose for each slot; give slots and pages of those that end away."""
-        for slot, request in self.complete.items():
-            request.take(tokens[slot])
-            if request.result.is_over:
-                self._end(request)
+        for slot, request in begun.chosen.items():
+            if not request.is_over:
+                request.pending -= 1
+                if request.take(tokens[slot]):
+                    self._end(request)
         self.admit()

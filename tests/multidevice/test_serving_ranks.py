@@ -22,7 +22,7 @@ from mdfuse import DeviceMesh
 GROWTH = 8 << 20
 
 
-def served(comm: mf.Communicator, mesh: DeviceMesh, **sizes: int) -> None:
+def served(comm: mf.Communicator, mesh: DeviceMesh, **sizes: Any) -> None:
     """Requests of drawn lengths that come one after the other, some cancelled, some drawn."""
     model = model_of("llama")
     engine = mf.generate(model, mesh, max_batch=3, context=32, **sizes)
@@ -52,6 +52,31 @@ def test_two_ranks(comm: mf.Communicator) -> None:
 
 
 @pytest.mark.world(2)
+def test_two_ranks_go_ahead(comm: mf.Communicator) -> None:
+    """Each token stays on its rank; the other one hears a step before rank 0 has read the last."""
+    served(comm, DeviceMesh.arange(tp=2), chunk=4, pages=9, page_size=5, ahead=True)
+
+
+@pytest.mark.world(2)
+def test_each_rank_steps_as_often(comm: mf.Communicator) -> None:
+    """A call may begin two steps, one, or none: both ranks return from it."""
+    engine = mf.generate(
+        model_of("llama", num_hidden_layers=1), max_batch=2, chunk=0, context=40, ahead=True
+    )
+    (ids,) = prompts([2])
+    for n in (1, 5, 2):
+        if comm.rank == 0:
+            asked = engine.submit(ids, n)
+        steps = [engine.step() for _ in range(30)]
+        assert sum(steps) == n + 1 and steps[-1] == 0
+        if comm.rank == 0:
+            assert engine.result(asked).tokens == greedy(
+                model_of("llama", num_hidden_layers=1), ids, n
+            )
+    engine.close()
+
+
+@pytest.mark.world(2)
 def test_a_failure_of_rank_0_is_one_of_all(comm: mf.Communicator) -> None:
     engine = mf.generate(model_of("llama", num_hidden_layers=1), max_batch=1, chunk=0, context=8)
     if comm.rank:
@@ -59,7 +84,7 @@ def test_a_failure_of_rank_0_is_one_of_all(comm: mf.Communicator) -> None:
             engine.follow()
         return
 
-    def integers(*_: Any) -> None:
+    def integers(*_: Any) -> Any:
         raise RuntimeError("no memory")
 
     engine._turns.integers = integers  # type: ignore[method-assign, assignment]
