@@ -2,6 +2,7 @@
 
 python benchmarks/serving.py                                  # one GPU, all rows
 python benchmarks/serving.py --rows decode                    # some of them
+python benchmarks/serving.py --rows together --requests 32    # fewer requests, in less time
 python benchmarks/serving.py --device cpu --small --rounds 2  # only to see that it runs
 
 decode    a Llama with caches as buffers, beside torch.compile(mode="reduce-overhead") of it
@@ -12,6 +13,8 @@ token     a token of one request by `mf.generate`, beside a copy of as many byte
 
 Numbers are drawn. Before the clock runs, tokens are judged by logits in float64: a token of either
 side lies no further behind the largest logit than roundings of its dtype explain.
+
+Phases of `together` are printed as they end; there are as many rounds as `--seconds` has room for.
 """
 
 from __future__ import annotations
@@ -22,8 +25,10 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -51,6 +56,9 @@ _RESULTS = Path(__file__).parent / "results"
 #: How far a token may lie behind the most probable one, in deviations of its logits.
 _BEHIND = {torch.float32: 1e-3, torch.bfloat16: 0.15}
 
+#: How many times as far, where a token of the peer does.
+_MOST_BEHIND = 2
+
 #: Bytes of one copy.
 _COPY = 1 << 29
 
@@ -64,6 +72,9 @@ class Plan:
         compiler: the backend of torch.compile on a CPU.
         level: the `default_compile_level` of transformers' continuous batching.
         chunk: of the engine with several requests.
+        requests: how many there are at once.
+        answer: tokens that follow each of them.
+        seconds: that the row of several requests takes, about; there is one round at least.
         world: told beside the rows, filled while measuring.
     """
 
@@ -73,6 +84,9 @@ class Plan:
     compiler: str
     level: int
     chunk: int
+    requests: int
+    answer: int
+    seconds: float
     world: dict[str, Any]
 
     @property
@@ -93,7 +107,9 @@ class Plan:
             return replace(SMALL, rows=min(usual.pop("rows", 2), 4))
         return replace(SIZES["llama3-8b"], **usual)
 
-    def timed(self, batch: int, rounds: int = 0, **calls: Any) -> dict[str, list[float]]:
+    def timed(
+        self, batch: int, rounds: int = 0, warm: int = 1, **calls: Any
+    ) -> dict[str, list[float]]:
         """Nanoseconds of each call, until the device is done."""
         contenders = {
             n: x if isinstance(x, Contender) else Contender(call=x) for n, x in calls.items()
@@ -101,8 +117,9 @@ class Plan:
         rounds = rounds or self.rounds
         settle = self.ranks.settle
         return interleave(
-            contenders, rounds=rounds, batch=batch, settle=settle, stopwatch=self.until_done, warm=1
-        )
+            contenders, rounds=rounds, batch=batch, settle=settle, stopwatch=self.until_done,
+            warm=warm,
+        )  # fmt: skip
 
     def until_done(self, calls: Callable[[], None]) -> float:
         """Nanoseconds until the device has done it."""
@@ -124,10 +141,12 @@ class Plan:
         """Store how far tokens lie behind the most probable ones.
 
         Raises:
-            AssertionError: further than roundings explain, and than those of the peer.
+            AssertionError: further than roundings explain, and than those of the peer, or than
+                twice as far.
         """
         self.world["behind"][what] = distances
-        limit = max(_BEHIND[self.dtype], distances.get("against", 0.0))
+        usual = _BEHIND[self.dtype]
+        limit = min(max(usual, distances.get("against", 0.0)), _MOST_BEHIND * usual)
         if not distances["ours"] <= limit:
             raise AssertionError(f"{what}: tokens lie behind the best by {distances}, over {limit}")
 
@@ -138,6 +157,13 @@ class Plan:
             name=name, sizes=sizes, unit=unit, ours=times["ours"], against=times["against"],
             alternative=against, limit=limit if self.is_gpu and not self.is_small else None, **how,
         )  # fmt: skip
+
+    def passed(self, row: str, began: float, what: str) -> float:
+        """Print and store how many seconds a row has taken by now; return them."""
+        seconds = perf_counter() - began
+        screen.output().print(f"{row}: {what} after {seconds:.0f} s")
+        self.world["seconds"].setdefault(row, {})[what] = seconds
+        return seconds
 
     def told_of(self, name: str, program: mf.Program) -> None:
         self.world["eager"] += [f"{name}: {line}" for line in eagerly(program)]
@@ -245,11 +271,16 @@ class _Continuous:
 
 
 def _together(plan: Plan) -> Iterator[Row]:
-    requests, length, most = (4, 9, 5) if plan.is_small else (64, 512, 128)
+    began = perf_counter()
+    requests, length, most = plan.requests, 512, plan.answer
+    if plan.is_small:
+        requests, length, most = 4, 9, 5
+    passed = partial(plan.passed, "together", began)
     size = plan.size(rows=requests)
     net = causal(size, plan.dtype, plan.device)
     chunk = min(plan.chunk, length)
     engine = mf.generate(net, max_batch=requests, chunk=chunk, context=length + most)
+    passed("an engine")
     seeds = count()
 
     def fresh() -> list[list[int]]:
@@ -260,9 +291,11 @@ def _together(plan: Plan) -> Iterator[Row]:
 
     prompts = fresh()
     mine = ours(prompts)  # plans and graphs, before the peer takes what memory there is
+    passed("its first answers")
     net.to(plan.device)
     against = _Continuous(net, most, plan)
     theirs = against(prompts)
+    passed("answers of continuous batching")
     against.close()  # its caches take most of the memory
     some = (0, requests - 1)
     plan.judged(
@@ -271,11 +304,15 @@ def _together(plan: Plan) -> Iterator[Row]:
         against=behind_causal(net, [(prompts[n], theirs[n]) for n in some], plan.device),
     )
     plan.emptied()
+    passed("logits that judge them")
     pairs = [(a, b) for x, y in zip(mine, theirs, strict=True) for a, b in zip(x, y, strict=True)]
+    one = sum(plan.until_done(partial(x, fresh())) for x in (ours, against)) * 1e-9
+    left = plan.seconds - passed("a round")
     times = plan.timed(
-        1, rounds=min(plan.rounds, 5), ours=Contender(call=ours, fresh=fresh),
-        against=Contender(call=against, fresh=fresh),
+        1, rounds=max(1, min(plan.rounds, 5, int(left / one))), warm=0,
+        ours=Contender(call=ours, fresh=fresh), against=Contender(call=against, fresh=fresh),
     )  # fmt: skip
+    passed("all rounds")
     against.close()
     plan.world["together"] = {
         "same tokens": sum(a == b for a, b in pairs) / len(pairs), "chunk": chunk,
@@ -491,6 +528,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rows", default=",".join(_ROWS), help="some of %(default)s")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--chunk", type=int, default=512, help="tokens of a prompt in a step")
+    parser.add_argument("--requests", type=int, default=64, help="how many at once")
+    parser.add_argument("--answer", type=int, default=128, help="tokens behind each of them")
+    parser.add_argument("--seconds", type=float, default=150, help="of the row of them, about")
     parser.add_argument("--level", type=int, default=0, help="transformers' default_compile_level")
     parser.add_argument("--compiler", default="eager", help="of torch.compile on a CPU")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="a GPU if there is one")
@@ -510,10 +550,13 @@ def main() -> None:
         screen.fail("this benchmark is for one rank")
     name = torch.cuda.get_device_name().split()[1].lower() if ranks.device.type == "cuda" else "cpu"
     path: Path = arguments.output or _RESULTS / f"serving-{name}.json"
-    world: dict[str, Any] = {"device": str(ranks.device), "eager": [], "behind": {}}
+    world: dict[str, Any] = {
+        "device": str(ranks.device), "eager": [], "behind": {}, "seconds": {},
+    }  # fmt: skip
     plan = Plan(
         ranks=ranks, is_small=arguments.small, rounds=arguments.rounds, level=arguments.level,
-        compiler=arguments.compiler, chunk=arguments.chunk, world=world,
+        compiler=arguments.compiler, chunk=arguments.chunk, requests=arguments.requests,
+        answer=arguments.answer, seconds=arguments.seconds, world=world,
     )  # fmt: skip
     given = {k: v if v is None else str(v) for k, v in vars(arguments).items() if k != "output"}
     all_rows: list[Row] = []
