@@ -6,7 +6,7 @@ cut. So as many plans and graphs as sizes serve runs of any number of rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -24,12 +24,13 @@ from mdfuse.errors import MdfuseError, ProgramError
 from mdfuse.extents.extent import Extent, with_numbers
 from mdfuse.frontend.cache import NamedDefinition
 from mdfuse.ir.graph import Fusion, Value, fresh_name
+from mdfuse.ir.tensors import PLAIN
 from mdfuse.layouts.layout import Layout, Placement, Replicate, Shard
 from mdfuse.passes.in_place.drop_rows import depends
 from mdfuse.passes.segmentation import ShouldMerge
 from mdfuse.runs.arguments import has_dtensors
 from mdfuse.runtime.communicator import init
-from mdfuse.torch_private import untraced
+from mdfuse.torch_private import transform_level, untraced
 
 Extents = Mapping[str, int]
 Shape = tuple[int, ...]
@@ -159,7 +160,7 @@ class SizedProgram(Program):
                     because="inputs are filled up, and results cut, as plain tensors",
                     hint="program.run(*inputs)",
                 )
-            known = self.whole._local_extents.of(rank, inputs, extents)
+            known = self._extents_of(rank, inputs, extents)
             sizes = self.sizes_for(known)
         except MdfuseError as error:
             problem = error
@@ -177,6 +178,23 @@ class SizedProgram(Program):
     def run_all(self, inputs: Sequence[Any], extents: Mapping[str, int] | None = None) -> list[Any]:
         """Run as `run`, with all inputs in one sequence."""
         return self.run(*inputs, extents=extents)
+
+    def _extents_of(
+        self, rank: int, inputs: Sequence[Any], extents: Mapping[str, int] | None
+    ) -> Extents:
+        """Return the extents of a run; those of inputs of the same forms are looked up."""
+        key = _forms_of(inputs, extents)
+        known = None if key is None else self._known.find(key)
+        if known is None:
+            known = self.whole._local_extents.of(rank, inputs, extents)
+            if key is not None:
+                self._known.put(key, known)
+        return known
+
+    @cached_property
+    def _known(self) -> Cache[Extents]:
+        """Forms of inputs -> the extents of a run."""
+        return Cache(limit=4096)
 
     def sizes_for(self, extents: Extents) -> dict[str, int]:
         """Return extents with the next larger sizes, in which each rank has room for its rows.
@@ -214,6 +232,12 @@ class SizedProgram(Program):
     def _rooms(self) -> dict[Any, dict[str, _Room]]:
         """Other extents -> the memory of what is filled up: graphs find it at one address."""
         return {}
+
+    @cached_property
+    def _numbers(self) -> Tensor:
+        """The numbers of rows, on this rank's device."""
+        most = max(map(max, self._sizes.values()))
+        return torch.arange(most, device=init(self.options).device)
 
     @cached_property
     def _filled_at(self) -> set[int]:
@@ -268,8 +292,8 @@ class SizedProgram(Program):
         for mask in (self.masks or {}).values():
             rows = None
             if (shape := shapes[mask]) is not None:
-                rows = self._room(room, mask, sizes, rank, init(self.options).device).zero_()
-                rows[: shape[0]] = True
+                rows = self._room(room, mask, sizes, rank, init(self.options).device)
+                torch.lt(self._numbers[: len(rows)], shape[0], out=rows)
             given.append(rows)
         return given
 
@@ -326,6 +350,17 @@ class SizedProgram(Program):
         shapes = self._shapes(extents, None)
         for name, x in zip(self.fusion.outputs, results, strict=True):
             yield self._cut(x, shapes.get(name))
+
+
+def _forms_of(inputs: Sequence[Any], extents: Mapping[str, int] | None) -> Hashable | None:
+    """Return a key of plain tensors; None where they need a closer look."""
+    if not PLAIN.issuperset(map(type, inputs)) or transform_level() is not None:
+        return None
+    try:
+        forms = [(x.shape, x.dtype, x.layout, x.device) for x in inputs]
+    except RuntimeError:  # nested
+        return None
+    return (*forms, *(extents or {}).items())
 
 
 def sized(
