@@ -20,6 +20,7 @@ from torch import Tensor, autocast, is_autocast_enabled, is_grad_enabled
 from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import BackendError, CountsError, IndexRangeError, MdfuseError
 from mdfuse.hir.program import HostProgram
+from mdfuse.interpreter.garbage import no_collection
 from mdfuse.ir.tensors import resolved
 from mdfuse.plan.build import Plan, build
 from mdfuse.plan.dynamic_shapes import Lengths
@@ -273,6 +274,7 @@ class HostIrEvaluator:
         given = numbers(self.program, arguments)
         return not any(given[n] is None for n in signature.numbers)
 
+    @no_collection()
     def _plan(
         self,
         arguments: Sequence[Any],
@@ -319,12 +321,9 @@ class HostIrEvaluator:
         return plan, None
 
     def _built(
-        self,
-        communicator: Communicator,
-        arguments: Sequence[Any],
-        out: Sequence[Any] | None,
+        self, communicator: Communicator, arguments: Sequence[Any], out: Sequence[Any] | None,
         caller: int,
-    ) -> Plan:
+    ) -> Plan:  # fmt: skip
         assert self._local is not None and self._posters is not None
         return build(
             self._local,

@@ -23,6 +23,7 @@ from mdfuse.frontend.importing.place import Patterns, Placed
 from mdfuse.frontend.importing.recomputed import recomputed
 from mdfuse.frontend.importing.staged import given_meshes, in_stages, patterns_by_mesh
 from mdfuse.frontend.importing.unknown_ops import check_known
+from mdfuse.interpreter.garbage import no_collection
 from mdfuse.mesh import DeviceMesh
 from mdfuse.plan.progress_bar import stage
 
@@ -92,7 +93,7 @@ def from_torch(
 def _exported(module: nn.Module, patterns: Patterns, *how: Any) -> ExportedModule:
     given.check_module("from_torch", module)
     noted = Noted.of(module, patterns)
-    with stage(f"exporting {type(module).__name__}"):
+    with stage(f"exporting {type(module).__name__}"), no_collection():
         return capture(module, *(*how, noted))
 
 

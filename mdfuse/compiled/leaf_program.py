@@ -73,6 +73,8 @@ class LeafProgram(Program):
             f"same bits: a step runs up to {most} times on a rank, once where its values are whole"
         )
         yield "same bits: nothing overlaps, no CUDA graph is captured, no unit is compiled"
+        if options_from_environment(self.options).compile != "never":
+            yield "same bits: terms of large sums are added in one compiled kernel on GPUs"
         if idle := [rank for rank in deal.mesh.ranks if not deal.leaves_of(rank)]:
             yield f"same bits: no leaf is left for ranks {listed([*map(str, idle)])}, idle"
         borders, why = self.code.borders, "since parts of ranks are no parts of leaves"
@@ -174,9 +176,12 @@ class LeafEvaluator(HostIrEvaluator):
         assert self.code is not None and self._posters is not None
         rank, code = communicator.rank, self.code
         carrier = JobCarrier(self._posters(), communicator.device)
-        poison = options_from_environment(self.options).poison
+        options = options_from_environment(self.options)
         ranks = [rank] if rank in code.deal.mesh else []
-        run = LeafRun(code, ranks, carrier, communicator.device, poison, self._checks)
+        run = LeafRun(
+            code, ranks, carrier, communicator.device, options.poison, self._checks,
+            compiles=options.compile != "never",
+        )  # fmt: skip
         nothing = [None] * len(code.host.outputs)
 
         def once(arguments: Sequence[Any], out: Sequence[Any] | None) -> list[Any]:

@@ -33,6 +33,7 @@ from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.rank.pipelines import project
 from mdfuse.hir.traffic import received
 from mdfuse.hir.uncapturable import eager
+from mdfuse.interpreter.garbage import no_collection
 from mdfuse.ir.graph import Fusion
 from mdfuse.passes.segmentation import ShouldMerge, check_merge
 from mdfuse.plan.inductor import start_workers
@@ -457,6 +458,7 @@ def compile(
     return program_of(named, key, lambda s: lowered(s, options, should_merge))
 
 
+@no_collection()  # a program's parts stay alive
 @stage("lowering")
 def lowered(
     named: NamedDefinition,

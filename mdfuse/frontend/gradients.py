@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from mdfuse.errors import BACKWARD, RECOMPUTED, DefinitionError, Source
@@ -24,7 +23,8 @@ from mdfuse.frontend.ragged_operands import masked
 from mdfuse.frontend.sites import Derived, Site
 from mdfuse.frontend.vjps import COMPLEX, NO_GRADIENT, RULES, STEPS
 from mdfuse.frontend.vjps.windows import Part, Window, joined
-from mdfuse.ir.graph import Expr, Like, Value
+from mdfuse.ir.again import Again
+from mdfuse.ir.graph import Expr, Like, Operand, Value
 from mdfuse.layouts.layout import Shard
 
 if TYPE_CHECKING:
@@ -199,8 +199,8 @@ class _Backward:
         self.parts: dict[str, list[Part]] = {}
         #: their sums, for visited values
         self.totals: dict[str, Handle] = {}
-        #: value of a `recompute` region -> its recomputed value
-        self.again: dict[str, str] = {}
+        #: `recompute` block -> what computes its values again
+        self.again: dict[int, Again] = {}
 
     def run(self) -> Made:
         path = self.path
@@ -295,50 +295,33 @@ class _Backward:
         return part
 
     def again_of(self, name: str) -> str:
-        """Return a value as the backward reads it: recomputed if it is in a `recompute` block.
-
-        The expressions between the block's inputs and the value are recorded again.
-        """
-        block = self._block(name)
-        if block is None or name in self.again:
-            return self.again.get(name, name)
-        needed, left = set(), [name]
-        while left:
-            x = left.pop()
-            if x not in needed and x not in self.again and self._block(x) == block:
-                needed.add(x)
-                left += self._producers[x].reads
-        line = self.scribe.line
-        for expr in self.exprs:
-            if not needed.isdisjoint(expr.outputs):
-                self._record_again(expr, block)
+        """Return a value as the backward reads it: recomputed if it is in a `recompute` block."""
+        block, line = self._block(name), self.scribe.line
+        if block is None:
+            return name
+        if block not in self.again:
+            made_by = {x: e for e in self.exprs for x in e.outputs if self._block(x) == block}
+            self.again[block] = Again(made_by, self._record_again)
+        new = str(self.again[block](name))
         self.scribe.line = line
-        return self.again[name]
+        return new
 
     def _block(self, name: str) -> int | None:
         """Return the `recompute` block that a value is defined in."""
         return self.recorder.recomputed.block(self.scribe.ids[name])
 
-    @cached_property
-    def _producers(self) -> dict[str, Expr]:
-        return {x: e for e in self.exprs for x in e.outputs}
-
-    def _record_again(self, expr: Expr, block: int) -> None:
-        """Record an expression of a block anew, with the law of its result."""
+    def _record_again(self, expr: Expr, inputs: Sequence[Operand]) -> list[str]:
+        """Record an expression of a block anew, with the laws of its results."""
         self.scribe.line = Derived(_noted(expr.source, RECOMPUTED))
-        inside = {x: self.again[x] for x in expr.reads if self._block(x) == block}
-        operands = [
-            self.scribe.handle(inside.get(x, x)) if isinstance(x, str) else x for x in expr.inputs
-        ]
+        operands = [self.scribe.handle(x) if isinstance(x, str) else x for x in inputs]
         recomputed = self.scribe.record(expr.op, operands, expr.kwargs)
-        values = self.recorder.values
-        for name, new in zip(
-            expr.outputs, [recomputed] if len(expr.outputs) == 1 else recomputed, strict=True
-        ):
-            old = values[name]
+        values, names = self.recorder.values, list[str]()
+        results = [recomputed] if len(expr.outputs) == 1 else recomputed
+        for old, new in zip(map(values.__getitem__, expr.outputs), results, strict=True):
             law = {"layout": old.layout, "is_law": old.is_law, "like": old.like}
             values[new.name] = replace(values[new.name], **law)  # type: ignore[arg-type]
-            self.again[name] = new.name
+            names.append(new.name)
+        return names
 
     def returned(self, ct: Handle, expr: Expr) -> Handle:
         """Return the cotangent of a set's operand, with its layout; splits by name stay."""

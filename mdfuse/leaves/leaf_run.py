@@ -96,6 +96,7 @@ class LeafRun:
         device: where leaves compute.
         poison: see `Options.poison`.
         checks: of indices, or none.
+        compiles: see `LeafMeeting`.
     """
 
     code: LeafCode
@@ -104,6 +105,7 @@ class LeafRun:
     device: torch.device
     poison: bool = False
     checks: IndexChecks | None = None
+    compiles: bool = False
     _leaves: list[RankLeaves] = field(default_factory=list)
     #: the step that was begun last; -1: none
     _at: int = -1
@@ -135,7 +137,9 @@ class LeafRun:
             [plan.start(inner[x.rank][leaf]) for leaf, plan in zip(x.leaves, x.plans, strict=True)]
             for x in self._leaves
         ]
-        for number in lockstep.run(self._leaves, slots, self.code.deal, self.carrier):
+        for number in lockstep.run(
+            self._leaves, slots, self.code.deal, self.carrier, self.compiles
+        ):
             self._at = number
         results = {
             x.rank: {

@@ -152,7 +152,11 @@ def rank_leaves(
 
 
 def run(
-    ranks: Sequence[RankLeaves], slots: Sequence[Sequence[Slots]], deal: Deal, carrier: Carrier
+    ranks: Sequence[RankLeaves],
+    slots: Sequence[Sequence[Slots]],
+    deal: Deal,
+    carrier: Carrier,
+    compiles: bool,
 ) -> Iterator[int]:
     """Run all steps of the leaves of some ranks; yield the number of each before it is run.
 
@@ -161,13 +165,14 @@ def run(
         slots: for each of them, those of its leaves, with the arguments in place.
         deal: who computes which leaves.
         carrier: what takes parcels to the other ranks.
+        compiles: see `LeafMeeting`.
     """
     for number in range(max((r.steps for r in ranks), default=0)):
         yield number
         posted = [
             (r.rank, r.step(number, s)) for r, s in zip(ranks, slots, strict=True) if r.leaves
         ]
-        for meetings in _meetings(posted, deal):
+        for meetings in _meetings(posted, deal, compiles):
             carrier.carry([(m.rank, m.rounds()) for m in meetings])
         for _, posts in posted:
             for _, work in posts:
@@ -175,7 +180,7 @@ def run(
 
 
 def _meetings(
-    posted: Sequence[tuple[int, Sequence[tuple[LeafPost, LeafWork]]]], deal: Deal
+    posted: Sequence[tuple[int, Sequence[tuple[LeafPost, LeafWork]]]], deal: Deal, compiles: bool
 ) -> Iterator[list[LeafMeeting]]:
     """Yield the meetings of one step, in an order that all ranks share.
 
@@ -190,7 +195,7 @@ def _meetings(
             of_rank = by_team.setdefault((number, post.call.team), {}).setdefault(rank, {})
             of_rank[leaf] = post
     for key in sorted(by_team):
-        yield [LeafMeeting(rank, posts, deal) for rank, posts in by_team[key].items()]
+        yield [LeafMeeting(rank, posts, deal, compiles) for rank, posts in by_team[key].items()]
 
 
 # -- what leaves share ---------------------------------------------------------------------------

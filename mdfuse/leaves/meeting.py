@@ -64,11 +64,13 @@ class LeafMeeting:
         rank: the rank.
         posts: those of its leaves, by leaf.
         deal: who computes which leaves.
+        compiles: whether a GPU may add large terms in one compiled kernel.
     """
 
     rank: int
     posts: Mapping[int, LeafPost]
     deal: Deal
+    compiles: bool = False
 
     @cached_property
     def call(self) -> Call:
@@ -132,13 +134,14 @@ class LeafMeeting:
 
     def _reduce(self) -> Rounds:
         call, count = self.call, len(self.call.team)
+        op, compiles = call.reduce_op, self.compiles
+        assert op is not None
         numbered = {call.team.index(leaf): post.srcs[0] for leaf, post in self.posts.items()}
         terms = {(n, n + 1): flat(x) for n, x in numbered.items()}
         one = next(iter(terms.values()))
         size = one.numel()
-        assert call.reduce_op is not None
         held = {rank: tree.subtrees(self._terms_of(rank), count) for rank in self.ranks}
-        local = {span: tree.reduced(call.reduce_op, span, terms) for span in held[self.rank]}
+        local = {span: tree.reduced(op, span, terms, compiles) for span in held[self.rank]}
         wanted = {rank: self._ranges(rank, size) for rank in self.ranks}
         others = [rank for rank in self.ranks if rank != self.rank]
         sent = {r: [x[a:b] for x in local.values() for a, b in wanted[r]] for r in others}
@@ -156,7 +159,7 @@ class LeafMeeting:
         for n, (a, b) in enumerate(wanted[self.rank]):
             known = {span: x[a:b] for span, x in local.items()}
             known |= {span: xs[n] for r in others for span, xs in arrived[r].items()}
-            results.append(((a, b), tree.total(call.reduce_op, count, known)))
+            results.append(((a, b), tree.total(op, count, known, compiles)))
         yield from self._given_out(results, wanted, size)
 
     def _given_out(

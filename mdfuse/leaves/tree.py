@@ -56,13 +56,14 @@ def subtrees(held: Collection[int], count: int) -> list[Span]:
     return inside((0, count)) if count else []
 
 
-def reduced(op: str, span: Span, known: Mapping[Span, Tensor]) -> Tensor:
+def reduced(op: str, span: Span, known: Mapping[Span, Tensor], compiles: bool = False) -> Tensor:
     """Return a subtree reduced, in the working dtype unless it is known.
 
     Args:
         op: of the reduction.
         span: the subtree.
         known: subtrees -> their values, in any dtype; all single terms at least.
+        compiles: whether a GPU may add large values in one compiled kernel.
     """
     used: list[Span] = []
     nest = _nest(span, known, used)
@@ -70,9 +71,13 @@ def reduced(op: str, span: Span, known: Mapping[Span, Tensor]) -> Tensor:
     if nest == 0:
         return values[0]
     # The larger of 0.0 and -0.0 is either in a kernel, so other reductions are left to the calls.
-    is_fused = op in _SUMS and all(x.is_cuda and x.nbytes >= _LARGE for x in values)
+    is_fused = compiles and op in _SUMS and all(map(_is_large, values))
     fused = _fused(op, nest, tuple(map(form_of, values))) if is_fused else None
     return _reduced(op, nest, values) if fused is None else fused(*values)[0]
+
+
+def _is_large(x: Tensor) -> bool:
+    return x.is_cuda and x.nbytes >= _LARGE
 
 
 def _nest(span: Span, known: Mapping[Span, Tensor], used: list[Span]) -> Nest:
@@ -106,9 +111,9 @@ def _fused(op: str, nest: Nest, forms: tuple[Form, ...]) -> Callable[..., list[T
     return kernel.function
 
 
-def total(op: str, count: int, known: Mapping[Span, Tensor]) -> Tensor:
+def total(op: str, count: int, known: Mapping[Span, Tensor], compiles: bool = False) -> Tensor:
     """Return a tree reduced, in the working dtype; an average is divided once, at the end."""
-    whole = term(reduced(op, (0, count), known))
+    whole = term(reduced(op, (0, count), known, compiles))
     return whole / count if op == "avg" else whole
 
 

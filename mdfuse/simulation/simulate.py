@@ -254,8 +254,9 @@ def _on_leaves(
     carrier = LocalCarrier()
     computing = [rank for rank in ranks if rank in code.deal.mesh]
     run = LeafRun(
-        code, computing, carrier, device, how.poison, checks if how.check_indices else None
-    )
+        code, computing, carrier, device, how.poison, checks if how.check_indices else None,
+        compiles=how.compile != "never",
+    )  # fmt: skip
     with torch.autocast(device.type, enabled=False):
         by_rank = run.run(dict(enumerate(arguments)), dict(enumerate(out)))
     if checks.error is not None:

@@ -131,6 +131,11 @@ def test_what_is_told() -> None:
     even = mean(DeviceMesh.arange(dp=4), 16).explain()
     assert "gathered" not in even and "up to 2 times" in even
     assert "no leaf is left for ranks 4, idle" in mean(DeviceMesh.arange(dp=5), 16).explain()
+    assert "in one compiled kernel on GPUs" in even
+    by_calls = mean(
+        DeviceMesh.arange(dp=4), 16, options=mf.Options(same_bits=True, compile="never")
+    )
+    assert "no unit is compiled" in by_calls.explain() and "kernel on" not in by_calls.explain()
 
 
 def test_bytes_of_a_run() -> None:

@@ -78,3 +78,16 @@ def test_one_kernel_has_the_bits_of_the_calls() -> None:
     expected = by_hand("sum", [x.float() for x in values])
     assert torch.equal(kernel(*values)[0], expected)
     assert torch.equal(tree.reduced("sum", (0, 5), terms), expected)
+
+
+def test_terms_are_added_by_calls_unless_kernels_may_be_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, terms = list[str](), {(n, n + 1): torch.randn(33) for n in range(4)}
+    monkeypatch.setattr(tree, "_is_large", lambda x: True)
+    monkeypatch.setattr(tree, "_fused", lambda op, nest, forms: asked.append(op))
+    assert torch.equal(tree.total("avg", 4, terms), tree.total("avg", 4, terms, compiles=False))
+    assert not asked
+    tree.total("avg", 4, terms, compiles=True)
+    tree.total("max", 4, terms, compiles=True)  # its bits depend on the kernel
+    assert asked == ["avg"]

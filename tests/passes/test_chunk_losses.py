@@ -16,6 +16,7 @@ from torch import Tensor
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard
 from mdfuse.hir.instructions import POSTS
+from mdfuse.passes import compute_again
 
 ONE, LINE = DeviceMesh.arange(one=1), DeviceMesh.arange(d=4)
 GRID = DeviceMesh.arange(d=2, tp=2)
@@ -347,3 +348,24 @@ def test_positions_in_zigzag_order(seed: int) -> None:
         assert not [
             s for s in shapes if len(s) > 1 and s[-1] == classes and whole <= torch.Size(s).numel()
         ]
+
+
+def test_logits_of_16_bits_are_what_is_kept_between_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each unit of a loop casts them again, so that those in f32 are in no memory."""
+    classes, rows = 1 << 14, 4
+    given = [t.bfloat16() if t.is_floating_point() else t for t in numbers((8,), classes)]
+
+    def compiled(how: Any, plans: int = 1) -> mf.Program:
+        options = mf.Options(logits_bytes=rows * classes, compile=how, overlap="never", plans=plans)
+        return mf.compile(define("classes", LOSSES["mean"], (8,), classes, torch.bfloat16), options)
+
+    program, by_calls = compiled("always"), compiled("never")
+    (loop,) = loops(program)
+    units = [i for i in loop.body if i.op == "launch"]
+    between = {program.host.types[str(x)] for i in units for x in (*i.inputs, *i.outputs)}
+    assert not [t for t in between if t.shape == (8, classes) and t.dtype is torch.float32]
+    run, other = (mf.simulate(p, given) for p in (program, by_calls))
+    assert all(map(torch.equal, run.outputs, other.outputs))
+    monkeypatch.setattr(compute_again, "run", lambda fusion: fusion)
+    (before, *_) = mf.simulate(compiled("always", plans=2), given).peak_bytes  # lowered anew
+    assert run.peak_bytes[0] <= before - 2 * rows * classes // 4

@@ -19,8 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from mdfuse.trees import flattened
-
 #: Calls that copy into a tensor -> the place of what they copy. Where they write the whole of a
 #: buffer, torch exports neither a cast nor an expansion.
 _SOURCES: dict[Any, int] = {
@@ -66,9 +64,9 @@ class Reached(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Call a function with the arguments that are meant."""
+        if func.__name__ == "__get__":  # shapes and dtypes are no elements
+            return func(*(self._now.get(id(x), x) for x in args))
         args, kwargs = self.meant(tuple(args)), self.meant(dict(kwargs or {}))
-        if func.__name__ != "__get__":  # shapes and dtypes are no elements
-            self._read |= {id(x) for _, x in flattened((args, kwargs))[0]}
         at = _SOURCES.get(func)
         if at is not None and len(args) > at and any(args[0] is x for x in self._named.values()):
             args = (*args[:at], _as_in(args[0], args[at], func), *args[at + 1 :])
@@ -98,9 +96,11 @@ class Reached(TorchFunctionMode):
         return new if isinstance(new, Tensor) else self._named[name]
 
     def meant(self, x: Any) -> Any:
-        """Return an argument with what stands for parameters and buffers in it."""
+        """Return an argument, which is read, with what stands for parameters and buffers in it."""
         if isinstance(x, Tensor):
-            return self._now.get(id(x), x)
+            x = self._now.get(id(x), x)
+            self._read.add(id(x))
+            return x
         if type(x) in (list, tuple):
             return type(x)(map(self.meant, x))
         return {k: self.meant(v) for k, v in x.items()} if type(x) is dict else x

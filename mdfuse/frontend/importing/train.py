@@ -27,6 +27,7 @@ from mdfuse.frontend.ops.pointwise import where
 from mdfuse.frontend.optim import ParameterGroups, scaled
 from mdfuse.frontend.plain import brief
 from mdfuse.frontend.spec import TensorSpec
+from mdfuse.interpreter.garbage import no_collection
 from mdfuse.layouts.layout import Layout
 from mdfuse.mesh import as_mesh
 
@@ -168,7 +169,7 @@ def define_step(
     extra = given.by_name(call, "extra", extra)
     trained = trained_nodes(model, frozen)
     places = state_layouts_of(model, given.by_name(call, "state_layouts", state_layouts), trained)
-    with FusionDefinition(name) as fd:
+    with no_collection(), FusionDefinition(name) as fd:
         inputs = model.define_inputs(fd)
         others = {key: _extra(fd, model, key, spec) for key, spec in extra.items()}
         numbers = {n: fd.define_tensor([], mesh=model.mesh, name=n) for n in optimizer.numbers}

@@ -197,9 +197,9 @@ class _Groups:
         element by element, of what the backward reads.
         """
         layout, op = self.program.types[i.outputs[0]].layout, op_of(i)
-        is_chunk = layout is not None and layout.stream is not None
-        is_led = op is not None and op.is_elementwise and all(map(_is_backward, self.waiting))
-        return is_chunk or is_led or not _is_recomputed(i)
+        if not _is_recomputed(i) or (layout is not None and layout.stream is not None):
+            return True
+        return op is not None and op.is_elementwise and all(map(_is_backward, self.waiting))
 
     def follows(self, i: Instruction) -> bool:
         """Tell whether an instruction reads what is written over element by element, if at all."""
