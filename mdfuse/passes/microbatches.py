@@ -230,6 +230,8 @@ def _check_lengths(
         if chunk_map(expr, values).reaches:
             because = f"{expr.op} reaches over rows of the batch: a microbatch lacks some"
             raise _refused(fusion, values[expr.outputs[0]], because)
+        if expr.op == "counts":
+            raise _uneven_counts(fusion, expr, count)
         if expr.op != "reshape" or stream is None or isinstance(stream.chunks, int):
             shapes = " and ".join(str(list(values[x].shape)) for x in names)
             raise _refused(
@@ -238,6 +240,20 @@ def _check_lengths(
                 f"{count} microbatches do not fall together in {shapes} of {expr.op}",
                 hint=f"choose as many as divide the rows of each rank, or {_AT_ONCE}",
             )
+
+
+def _uneven_counts(fusion: Fusion, expr: Expr, count: int) -> LoweringError:
+    """Return the refusal of microbatches that have other numbers of tokens than each other."""
+    ids = expr.reads[0]
+    parts = {b - a for _, (a, b) in fusion.layout(ids).chunks_of(0, fusion.values[ids].shape[0])}
+    rows = " or ".join(map(str, sorted(parts)))
+    return _refused(
+        fusion,
+        fusion.values[expr.outputs[0]],
+        f"ranks have {rows} rows, which {count} microbatches do not share out alike: counted rows "
+        "of each have buffers of one size",
+        hint=f"as many microbatches as divide {rows}, or a batch that is filled up to that",
+    )
 
 
 def once(fusion: Fusion, is_near: Callable[[str], bool] = lambda _: True) -> Fusion:

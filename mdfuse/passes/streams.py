@@ -19,6 +19,7 @@ from mdfuse.ir.graph import Expr, Fusion, Value
 from mdfuse.layouts.stream import Stream
 from mdfuse.layouts.streamed_sets import form
 from mdfuse.passes.strategy import dim_map
+from mdfuse.reshard.block_steps import moved
 
 name = "split_streams"
 
@@ -242,8 +243,10 @@ def check_lengths(fusion: Fusion, has_sets: bool = True) -> Fusion:
         has_sets: whether it is known which values a ring scatters.
 
     Raises:
-        LoweringError: they do not.
+        LoweringError: they do not, or a loop whose chunks turn would exchange rows in blocks.
     """
+    for expr in fusion.exprs if has_sets else ():
+        _check_turning(fusion, expr)
     for value in fusion.values.values():
         stream, layout = value.stream, value.layout
         if stream is None or layout is None or not isinstance(stream.chunks, tuple):
@@ -259,6 +262,26 @@ def check_lengths(fusion: Fusion, has_sets: bool = True) -> Fusion:
                 hint="give lengths that add up to each rank's part, or a count of chunks",
             )
     return fusion
+
+
+def _check_turning(fusion: Fusion, expr: Expr) -> None:
+    """Raise LoweringError where chunks turn along one axis and rows in blocks move along others."""
+    value = fusion.values[expr.outputs[0]]
+    stream, after = value.stream, value.layout
+    axis = stream.rotate if stream is not None else None
+    if expr.op != "set" or axis is None or after is None:
+        return
+    before = fusion.layout(expr.reads[0])
+    if before.mesh != after.mesh or not moved(
+        before.with_placement(axis, after.placement(axis)), after
+    ):
+        return
+    raise LoweringError(
+        f"%{value.name} is streamed with rotate={axis!r}, and laid out as {after} from {before}",
+        where=fusion.where(value.name),
+        because=f"all ranks exchange rows in blocks, and those along {axis} are at other chunks",
+        hint="move the rows by a set without a stream first, and stream a set of that",
+    )
 
 
 def _is_scattered(fusion: Fusion, value: Value, parts: list[int], has_sets: bool) -> bool:

@@ -24,7 +24,8 @@ _Way = list[tuple[LayoutNode, Move]]
 def cheapest(search: Search) -> _Way:
     """Return the path with the least volume at the busiest rank; ties go to the least total."""
     path = search.path()
-    if search.is_timed or not search.ops or not _is_coarse(search, path):
+    is_fixed = search.is_timed or search.turns or not search.ops
+    if is_fixed or not _is_coarse(search, path):
         return path
     ways = [path, _unpadded(search, path)]
     best = min(ways, key=lambda way: _arriving(search, way))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
 
+from mdfuse.extents.expressions import terms
 from mdfuse.layouts.dim_rows import DimRows, dims_of
 from mdfuse.layouts.endpoints import Side
 from mdfuse.layouts.exchange import Exchange
@@ -108,6 +109,12 @@ class MoveCosts:
     @cached_property
     def end(self) -> LayoutNode:
         return LayoutNode(self.splits(self.goal), (), tuple(self.goal_ops))
+
+    @cached_property
+    def turns(self) -> bool:
+        """True if ranks are at different chunks, so that an exchange between all of them mixes."""
+        index = self.source.stream.index if self.source.stream is not None else None
+        return any(term.kind in ("rank", "coord") for term in terms(index))
 
     @cached_property
     def target(self) -> tuple[int | None, ...]:

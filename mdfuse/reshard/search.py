@@ -82,6 +82,8 @@ class Search(MoveCosts):
 
     def exchanges(self, node: LayoutNode) -> list[Move]:
         """Return the moves by which each rank receives just its missing elements."""
+        if self.turns:
+            return []
         # P[a] -> any splits: ReduceExchange
         if node.partial:
             may = node == self.start and len({*self.ops.values()}) == 1 and self.is_free

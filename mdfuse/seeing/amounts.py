@@ -24,6 +24,7 @@ _ATTENTIONS = {
     "attention_parts": 2,
     "attention_terms": 2,
     "attention_grad": 5,
+    "attention_halo_grad": 5,
 }
 
 #: Queries of a head that a block of a GPU's attention computes: it goes through all keys.

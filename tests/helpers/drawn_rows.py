@@ -94,6 +94,26 @@ def _parts_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
     return operands, {**attrs, "parts": drawn.randrange(1, 4)}
 
 
+def _halo_gradient_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
+    """Rows in chunks that a window reaches over."""
+    rows, parts, window = (drawn.randrange(1, n) for n in (9, 4, 6))
+    chunk = -(-rows // parts)
+    halo = min(window - 1, (rows - 1) // chunk * chunk)
+    q, k, v = torch.ones(2, 4, rows, 3), torch.ones(2, 2, rows, 3), torch.ones(2, 2, rows, 2)
+    out, sums = torch.ones(2, 4, rows, 2), torch.ones(2, 4, rows)
+    ct = out if drawn.random() < 0.9 else torch.ones(drawn_shape(drawn))
+    attrs = {"is_causal": True, "enable_gqa": True, "window": window}
+    cut = {"parts": -(-rows // chunk), "chunk": chunk, "halo": halo}
+    return [q, k, v, out, sums, ct], {**attrs, **cut}
+
+
+def _halos_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
+    parts, chunk = drawn.randrange(1, 4), drawn.randrange(1, 4)
+    lead = drawn_shape(drawn, 2)
+    blocks = [(drawn.randrange(1, 4), *lead, drawn.randrange(4), 2) for _ in range(parts)]
+    return [torch.ones(*lead, drawn.randrange(9), 2), *map(torch.ones, blocks)], {"chunk": chunk}
+
+
 def _lookup_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
     indices, shape = torch.zeros(drawn_shape(drawn), dtype=torch.int64), (3, drawn.randrange(1, 4))
     ct = (*indices.shape, shape[1]) if drawn.random() < 0.7 else drawn_shape(drawn)
@@ -352,6 +372,8 @@ _DRAWN = {
     ),
     "attention_grad": _gradient_call,
     "attention_parts": _parts_call,
+    "attention_halo_grad": _halo_gradient_call,
+    "add_halos": _halos_call,
     "embedding_grad": _lookup_call,
     "slice_grad": _slice_call,
 }

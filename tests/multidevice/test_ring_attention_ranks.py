@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.oracle import TOLERANCES, local_part
-from passes.sharded import test_attention_masks
+from passes.sharded import test_attention_masks, test_context, test_window_halos
 from passes.sharded.test_ring import RING, defined, expected, given
 
 import mdfuse as mf
@@ -52,6 +52,32 @@ def test_two_ranks(name: str, dtype: torch.dtype, comm: mf.Communicator) -> None
 @pytest.mark.parametrize("name", CASES)
 def test_four_ranks(name: str, axes: dict[str, int], comm: mf.Communicator) -> None:
     check(comm, axes, name, torch.float32)
+
+
+def check_windows(comm: mf.Communicator, axes: dict[str, int], name: str) -> None:
+    """Halos of keys, and of their gradients."""
+    _, shape, window = test_window_halos.CASES[name]
+    fd = test_context.defined(axes, shape, True, window=window)
+    program = mf.compile(fd, test_window_halos.GATHER)
+    tensors, wants = test_context.expected(shape, True, window)
+    layouts = [program.fusion.layout(x) for x in (*program.fusion.inputs, *program.fusion.outputs)]
+    parts = [local_part(x, at, comm.rank) for x, at in zip(tensors, layouts, strict=False)]
+    outs = program.run(*(x.to(comm.device, copy=True) for x in parts))
+    for y, want, at in zip(outs, wants, layouts[3:], strict=True):
+        torch.testing.assert_close(y.cpu(), local_part(want, at, comm.rank), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("name", test_window_halos.CASES)
+def test_windows_on_two_ranks(name: str, comm: mf.Communicator) -> None:
+    check_windows(comm, {"cp": 2}, name)
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("axes", [{"cp": 4}, {"cp": 2, "tp": 2}, {"dp": 2, "cp": 2}])
+@pytest.mark.parametrize("name", test_window_halos.CASES)
+def test_windows_on_four_ranks(name: str, axes: dict[str, int], comm: mf.Communicator) -> None:
+    check_windows(comm, axes, name)
 
 
 def check_masked(comm: mf.Communicator, axes: dict[str, int], mask: str, form: str) -> None:

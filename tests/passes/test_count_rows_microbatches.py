@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -54,9 +55,38 @@ def test_bytes_are_those_of_the_whole_batch() -> None:
         assert rows(in_microbatches(), at_worst) == rows(whole, at_worst) > 0
 
 
-def test_rows_that_no_microbatch_has_alone_are_refused() -> None:
-    with pytest.raises(LoweringError, match="as divide the rows of each rank"):
-        in_microbatches(2, t=6)
+@pytest.mark.parametrize("seed", range(24))
+def test_microbatches_have_as_many_rows_or_are_refused(seed: int) -> None:
+    """Chunks as `torch.chunk` cuts each rank's rows run where they are of one size."""
+    draw = random.Random(seed)
+    t, count = 2 * draw.randint(1, 9), draw.randint(2, 5)
+    sizes = {len(part) for part in torch.arange(t // 2).chunk(count)}
+    if len(sizes) > 1:
+        says = f"ranks have {t // 2} rows, which . microbatches do not share out alike"
+        with pytest.raises(LoweringError, match=says) as refusal:
+            in_microbatches(count, t)
+        assert f"as many microbatches as divide {t // 2}" in str(refusal.value)
+        return
+    values = given(t, 4, router(t, 4, 2))
+    check_everywhere(in_microbatches(count, t), values, by_loop(*values))
+
+
+@pytest.mark.parametrize(("t", "says"), [(5, "ranks have 2 or 3 rows"), (3, "ranks have 1 or 2")])
+def test_microbatches_of_uneven_ranks_are_refused(t: int, says: str) -> None:
+    with pytest.raises(LoweringError, match=says):
+        in_microbatches(2, t)
+
+
+def test_a_batch_that_is_filled_up() -> None:
+    """Rows whose ids are -1 go nowhere, and change nothing."""
+    values = given(6, 4, router(6, 4, 2))
+    wanted = by_loop(*values)
+    x, ids, *others = values
+    filled = [torch.cat([x, x[:2]]), torch.cat([ids, torch.full((2, 2), -1)]), *others]
+    y, dx, *wanted_others = wanted
+    made = mf.simulate(in_microbatches(2, 8), filled).outputs
+    for got, want in zip(made, (y, dx, *wanted_others), strict=True):
+        torch.testing.assert_close(got[: len(want)], want)
 
 
 def test_a_capacity_of_the_whole_batch_is_refused() -> None:

@@ -269,7 +269,8 @@ class Types:
             raise self.partial_write(i, name, of, "lives on another mesh")
         chunk = chunk_of(part.layout)
         if chunk is not None and chunk.runs is not None and chunk_of(whole.layout) is None:
-            raise self.partial_write(i, name, of, "is a copy of two runs of rows")
+            hint = f"write a chunk of one run: chunk({chunk.dim},{2 * chunk.count},i), then another"
+            raise self.partial_write(i, name, of, "is a copy of two runs of rows", hint)
         for axis in part.layout.mesh.axes:
             held, wanted = part.layout.placement(axis), whole.layout.placement(axis)
             is_wrong = isinstance(wanted, Replicate) and not isinstance(held, Replicate)
@@ -296,13 +297,15 @@ class Types:
         others = [x for x in (turn.left, turn.right) if x != turning]
         return not (is_whole and len(others) == 1 and turning not in terms(others[0]))
 
-    def partial_write(self, i: Instruction, name: str, of: str, what: str) -> ProgramError:
+    def partial_write(
+        self, i: Instruction, name: str, of: str, what: str, hint: str = ""
+    ) -> ProgramError:
         return wrong(
             self.program,
             i,
             f"{i} writes %{name}, which {what}, into %{of}: {self.text(of)}",
             because=f"afterwards the ranks would not hold of %{of} what its type says",
-            hint=f"let %{of} vary along the axis, and set it to its layout when it is done",
+            hint=hint or f"let %{of} vary along the axis, and set it to its layout when it is done",
         )
 
 

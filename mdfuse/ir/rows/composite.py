@@ -6,7 +6,17 @@ from typing import Any
 
 import torch
 
-from mdfuse.ir import attention, attention_dims, calls, dims, out_forms, paged, shapes, shifts
+from mdfuse.ir import (
+    attention,
+    attention_dims,
+    attention_halos,
+    calls,
+    dims,
+    out_forms,
+    paged,
+    shapes,
+    shifts,
+)
 from mdfuse.ir import local_attributes as of_part
 from mdfuse.ir.attributes import attr, word
 from mdfuse.ir.op_table import row
@@ -164,6 +174,37 @@ row(
     is_library=True,
     is_plain=True,
     attrs=(*_ATTEND, attr("parts", "extent", True)),
+    **_COMPOSITE,
+)
+row(
+    "attention_halo_grad",
+    attention_halos.attend_grad_in_parts,
+    attention_halos.grad_labels,
+    attention_halos.grad_shapes,
+    ANYHOW,
+    localize=of_part.local_parts,
+    globalize=of_part.whole_parts,
+    results=5,
+    operands=(6, 6),
+    is_library=True,
+    is_plain=True,
+    attrs=(
+        *_ATTEND,
+        attr("parts", "extent", True),
+        attr("chunk", "count", True),
+        attr("halo", "extent", True),
+    ),
+    **_COMPOSITE,
+)
+row(
+    "add_halos",
+    attention_halos.add_halos,
+    attention_halos.halo_labels,
+    attention_halos.halo_shape,
+    ANYHOW,
+    localize=attention_halos.local_halos,
+    operands=(2, None),
+    attrs=(attr("chunk", "count", True), attr("starts", "counts", is_local=True)),
     **_COMPOSITE,
 )
 row(

@@ -24,7 +24,7 @@ from mdfuse.ir.graph import Expr, Fusion
 from mdfuse.layouts.layout import Layout
 from mdfuse.passes.propagate_layouts import anew
 from mdfuse.passes.rewriting import Maker, Rule, rewritten
-from mdfuse.passes.sharded import context_prices, join_parts, ring
+from mdfuse.passes.sharded import context_prices, join_parts, ring, window_halos
 from mdfuse.passes.sharded.attention_masks import BACKWARD, FORWARD, Masks, parts
 from mdfuse.passes.sharded.split_attention import HEADS, ROWS, SplitAttention, splits
 
@@ -157,7 +157,8 @@ def _heads_rules(split: SplitAttention, masks: Masks) -> Iterator[tuple[str, Rul
 
 
 def _gather_rules(split: SplitAttention, masks: Masks) -> Iterator[tuple[str, Rule]]:
-    """Yield rules where the mask is made of others: the rest stays as it stands."""
+    """Yield rules where the mask is made of others, or windows reach: the rest is as it stands."""
+    yield from window_halos.rules(split)
     if parts(split)[0]:
         for e in (split.expr, *split.gradients):
             yield e.outputs[0], partial(_masked, split=split, masks=masks)

@@ -110,6 +110,9 @@ def line(split: SplitAttention, form: str, known: Sequence[Price], is_asked: boo
     axes = " and ".join(split.axes)
     text = f"attention %{split.expr.outputs[0]}{where}, positions split along {axes}: {form}"
     text += ", as context= asks" if is_asked else ""
+    if split.mask is not None and known:
+        seen = max(_pairs(split))
+        text += f"; what its mask hides is computed, too: up to {seen:,} pairs of a head on a rank"
     each = (f"{p.form} {p.received:,.0f} bytes and {p.share:.2f} of a fair share" for p in known)
     return text + (f"; to the busiest rank: {', '.join(each)}" if known else "")
 

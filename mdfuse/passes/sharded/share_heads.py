@@ -40,11 +40,11 @@ class _Repeated:
 
     Attributes:
         heads: their names.
-        sums: gradient of a repeated one -> its reshape and its sum over the heads that share.
+        sums: gradient of a repeated one -> its reshapes, and the sum over the heads that share.
     """
 
     heads: tuple[str, ...]
-    sums: Mapping[str, tuple[Expr, Expr]]
+    sums: Mapping[str, tuple[Expr, ...]]
 
 
 def run(fusion: Fusion) -> Fusion:
@@ -84,7 +84,7 @@ def _shared(
 ) -> Expr:
     """Return attention that reads shared heads; note what replaces the sums of its gradients."""
     outputs = list(expr.outputs)
-    for at, (old, (opened, total)) in enumerate(known.sums.items(), _FIRST):
+    for at, (old, (*opened, total)) in enumerate(known.sums.items(), _FIRST):
         shape = values[known.heads[at - 1]].shape
         new = fresh_name(values, f"{old}.shared")
         values[new] = replace(
@@ -92,7 +92,7 @@ def _shared(
             is_law=False, layout=None, copies=(),
         )  # fmt: skip
         outputs[at] = new
-        gone[opened.output] = None
+        gone.update((e.output, None) for e in opened)
         gone[total.output] = replace(
             total, op="unsqueeze", inputs=(new,), attrs=(("dims", (len(shape) - 2,)),)
         )
@@ -135,12 +135,17 @@ def _parts(fusion: Fusion, x: str) -> int:
 def _before(fusion: Fusion, x: object) -> str | None:
     """Return the value whose heads a value repeats; None where it repeats none."""
     names = [str(x)]
-    for op in ("reshape", "expand", "unsqueeze"):
+    while names[-1] in fusion.producers and _is_as_it_lies(fusion, names[-1]):
+        names.append(fusion.producers[names[-1]].reads[0])
+    for op in ("expand", "unsqueeze"):
         expr = fusion.producers.get(names[-1])
-        if expr is None or expr.op != op or fusion.values[names[-1]].stream is not None:
+        if expr is None or expr.op != op:
             return None
         names.append(expr.reads[0])
-    last, repeated, opened, first = (fusion.values[n].shape for n in names)
+    if any(fusion.values[n].stream is not None for n in names):
+        return None
+    last = fusion.values[names[0]].shape
+    repeated, opened, first = (fusion.values[n].shape for n in names[-3:])
     if len(first) < 3 or not all(type(n) is int for n in first):
         return None
     lead, (shared, *behind) = first[:-3], first[-3:]
@@ -153,18 +158,26 @@ def _before(fusion: Fusion, x: object) -> str | None:
     return names[-1] if is_so and times > 1 else None
 
 
-def _sums(fusion: Fusion, expr: Expr) -> Iterator[tuple[str, tuple[Expr, Expr]]]:
-    """Yield each gradient of repeated heads, its reshape, and its sum over those that share."""
-    for x in expr.outputs[_FIRST:]:
-        readers = fusion.consumers[x]
-        if len(readers) != 1 or x in fusion.outputs or readers[0].op != "reshape":
-            continue
-        opened = readers[0]
-        totals = fusion.consumers[opened.output]
-        dim = len(fusion.values[x].shape) - 2
-        over = {"dims": (dim,), "keepdim": True}
-        is_summed = (
-            len(totals) == 1 and totals[0].op == "sum" and opened.output not in fusion.outputs
-        )
-        if is_summed and {k: v for k, v in totals[0].attrs if v is not None} == over:
-            yield x, (opened, totals[0])
+def _is_as_it_lies(fusion: Fusion, x: str) -> bool:
+    """Return whether a value has the elements of its operand in the same sequence."""
+    expr = fusion.producers[x]
+    is_same = expr.op == "expand" and fusion.values[x].shape == fusion.values[expr.reads[0]].shape
+    return expr.op == "reshape" or is_same
+
+
+def _sums(fusion: Fusion, expr: Expr) -> Iterator[tuple[str, tuple[Expr, ...]]]:
+    """Yield each gradient of repeated heads, its reshapes, and its sum over those that share."""
+    for x, key in zip(expr.outputs[_FIRST:], expr.inputs[_FIRST:], strict=False):
+        chain, y = list[Expr](), x
+        while len(fusion.consumers[y]) == 1 and y not in fusion.outputs:
+            (reader,) = fusion.consumers[y]
+            chain.append(reader)
+            if reader.op != "reshape":
+                break
+            y = reader.output
+        shared = fusion.values[_before(fusion, key) or x].shape
+        opened = (*shared[:-2], fusion.values[x].shape[-3] // max(shared[-3], 1), *shared[-2:])
+        over = {"dims": (len(opened) - 3,), "keepdim": True}
+        is_summed = len(chain) > 1 and chain[-1].op == "sum" and fusion.values[y].shape == opened
+        if is_summed and {k: v for k, v in chain[-1].attrs if v is not None} == over:
+            yield x, (*chain,)

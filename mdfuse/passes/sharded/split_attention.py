@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mdfuse.ir.graph import Expr, Fusion
+from mdfuse.layouts.halo import Reach
 from mdfuse.layouts.layout import Layout, Replicate, Shard
 from mdfuse.passes.strategy import dim_map
 
@@ -92,14 +93,34 @@ class SplitAttention:
     def read(self, x: str) -> Layout:
         """Return the layout in which keys or values are read by rows: whole, or as windows reach.
 
-        A gradient reads them whole.
+        Gradients without halos read them whole.
         """
         layout, dim = self.fusion.layout(x), self.dim(ROWS)
+        reach = self._reach
+        if reach is None or dim in layout.blocked or (self.is_trained and not self.has_halos):
+            return self.whole(x)
+        return layout.reaching({dim: reach}, self.shape(x))
+
+    @property
+    def _reach(self) -> Reach | None:
+        """The keys that belong to a part of the rows, where windows reach so many; else None."""
         reaches = dim_map(self.expr, self.fusion.values).reaches
-        reach = next((r for (at, d), r in reaches.items() if d == dim and at), None)
-        if reach is not None and not self.is_trained and dim not in layout.blocked:
-            return layout.reaching({dim: reach}, self.shape(x))
-        return self.whole(x)
+        return next((r for (at, d), r in reaches.items() if d == self.dim(ROWS) and at), None)
+
+    @property
+    def has_halos(self) -> bool:
+        """True if a rank lacks just the keys before its own that its windows reach.
+
+        Rows and keys are split alike by one axis, and row i sees keys up to i.
+        """
+        q, k, _v = map(self.shape, self.operands)
+        reach, rows = self._reach, Shard(self.dim(ROWS))
+        if reach is None or reach.last != 1 or len(self.axes) > 1 or not q[ROWS] == k[ROWS] > 0:
+            return False
+        layouts = map(self.fusion.layout, self.operands)
+        return {x.placement(self.axes[0]) for x in layouts} == {rows} and all(
+            self.fusion.layout(x).split_axes(rows.dim) == self.axes for x in self.operands
+        )
 
     def whole(self, x: str) -> Layout:
         """Return the layout of keys or values of which each rank has all positions."""

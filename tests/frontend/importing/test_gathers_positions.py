@@ -66,6 +66,26 @@ def test_keys_and_values_are_all_that_is_sent(name: str, zigzag: bool) -> None:
     assert ("is brought together" in model.report()) or has_window
 
 
+@pytest.mark.parametrize("shared", [1, 2])
+def test_windows_bring_the_heads_that_keys_have(shared: int) -> None:
+    """Not those of the query for which transformers repeats them: halos there, and back."""
+    torch.manual_seed(0)
+    config = {**SMALL, "num_key_value_heads": shared, "sliding_window": 3}
+    module = transformers.MistralForCausalLM(transformers.MistralConfig(**config)).double().train()
+    model, ids = imported(module, LENGTH, False)
+    step = model.training_step(lambda loss, logits: loss, optimizer=partial(mf.optim.sgd, lr=1.0))
+    program = step.compile(options=mf.Options(context="gather"))
+    weights = model.load()
+    ran = mf.simulate(program, step.arguments(weights, step.state(weights), ids, ids))
+    updated = step.updated(ran.outputs)
+    module(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    for name, w in module.named_parameters():
+        torch.testing.assert_close(updated[name], w.detach() - w.grad, rtol=1e-6, atol=1e-6)
+    halos = [c for c in program.communications if c.kind == "Exchange" and c.shape[-1] == 4]
+    assert [c.shape[-3] for c in halos] == [shared] * 4
+    assert sum(c.bytes_received(1) for c in halos) == 2 * 2 * shared * 4 * 8
+
+
 @pytest.mark.parametrize(("length", "zigzag"), [(LENGTH, True), (9, True), (3, False)])
 def test_a_step_is_torchs(length: int, zigzag: bool) -> None:
     """Gradients of all parameters: also for uneven chunks, and for fewer tokens than chunks."""

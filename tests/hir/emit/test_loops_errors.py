@@ -11,7 +11,7 @@ from helpers.golden import Golden
 from helpers.stream_cases import line
 
 import mdfuse as mf
-from mdfuse import Layout, Partial, Shard, Stream
+from mdfuse import DeviceMesh, Layout, Partial, Shard, Stream
 from mdfuse.errors import MdfuseError
 
 MESH = line(4)
@@ -120,6 +120,14 @@ def a_stream_outside_of_a_split(fd: mf.FusionDefinition) -> Any:
     x = matrix(fd)
     order = {0: ("stream", "tp")}
     return fd.ops.set(x).on(MESH, {"tp": Shard(0)}, order, Stream(0, (2, 6)))
+
+
+@wrong
+def rows_in_zigzag_order_that_move_while_chunks_turn(fd: mf.FusionDefinition) -> Any:
+    mesh = DeviceMesh.arange(dp=2, tp=2)
+    x = fd.define_tensor([8, 6], mesh=mesh, layout={"dp": Shard(0, zigzag=True)}, name="x")
+    y = fd.ops.set(x).on(mesh, stream=Stream(1, 3, rotate="tp"))
+    return y
 
 
 @wrong

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from helpers import sampling
@@ -259,6 +261,21 @@ def test_what_cannot_be_cut_is_posted_whole() -> None:
         assert not any(i.op == "for" for i in program), program
         assert program.communications
     assert kinds("scatter_whole") == ["ReduceScatter"]
+
+
+@pytest.mark.parametrize("sizes", [{"a": 2, "b": 2}, {"b": 2, "a": 3}, {"a": 2, "b": 3, "c": 2}])
+@pytest.mark.parametrize("shape", [(3, 5), (7, 4), (2, 3)])
+@pytest.mark.parametrize("after", [{}, {"b": Shard(1)}])
+def test_uneven_rows_move_while_chunks_turn_along_another_axis(
+    sizes: dict[str, int], shape: tuple[int, int], after: dict[str, Any]
+) -> None:
+    """Ranks along the other axis are at other chunks: none of these exchanges rows with them."""
+    mesh, dim = DeviceMesh.arange(**sizes), 1 if not after else 2
+    with mf.FusionDefinition("turning") as fd:
+        x = fd.define_tensor([*shape, 5], torch.float64, mesh, {"b": Shard(0)})
+        fd.add_output(fd.ops.set(x).on(mesh, after, stream=Stream(dim, 3, "a")))
+    given = torch.arange(5.0 * shape[0] * shape[1], dtype=torch.float64).reshape(*shape, 5)
+    check_everywhere(mf.compile(fd), [given], [given], exact=True)
 
 
 def test_nobody_lacks_anything() -> None:

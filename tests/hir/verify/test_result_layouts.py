@@ -174,6 +174,17 @@ CONTRADICTIONS: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
         "0..1",
         ("which is another chunk along x, and not every one in turn, into %x: f32[4]",),
     ),
+    "two runs of rows, which are a copy": (
+        "mesh(x=2)",
+        "input %x: T; alias %y = %x; %y = add(%x, 1.0); for %i in 0..2 { "
+        "%b: f32[2] of [4] (x=R, chunk(0,2,%i)) = chunk(%y); %b = add(%b, 1.0); } return %y",
+        "chunk(0,2,%i)) = chunk(%y)",
+        "chunk(S0/zigzag,2,%i)) = chunk(%y)",
+        (
+            "writes %b, which is a copy of two runs of rows, into %x: f32[4]",
+            "write a chunk of one run: chunk(0,4,i), then another",
+        ),
+    ),
     "nothing was expanded": (
         "mesh(x=2)",
         "input %x: f32[1,4] (x=R); input %e: M; %u: M = expand(%x, shape=[4,4]); "
