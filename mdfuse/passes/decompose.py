@@ -12,7 +12,8 @@
 A bias is added to the sum. A mean is the sum by the number of elements: a quotient of each term
 would be rounded once per rank. Sums, products and means of 16 bits are made and reduced in f32, and
 rounded once, as torch does on one device: a term may overflow where the sum does not. Only terms in
-bf16, which do not overflow, stay in it: ranks hold numbers that are rounded already.
+bf16, which do not overflow, stay in it: ranks hold numbers that are rounded already. So do terms of
+groups of a dim (`sum_rows`), which may be as large as the dim.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from mdfuse.ir.dims import reduced_dims
 from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
 from mdfuse.layouts.layout import Layout
 from mdfuse.passes.rewriting import Maker, Rule, laid_out
+from mdfuse.passes.sharded import sum_rows
 from mdfuse.passes.strategy import choose
 
 name = "decompose"
@@ -76,7 +78,8 @@ def _is_reduced(fusion: Fusion, expr: Expr) -> bool:
     reduced = {*strategy.result.partial_axes} - {*law_axes}
     x = fusion.values[expr.reads[0]]
     if expr.op == "sum" and x.dtype == out.dtype == torch.bfloat16:  # as wide as its own sum
-        return not reduced <= {*strategy.wanted[x.name].partial_axes}
+        is_made = not reduced <= {*strategy.wanted[x.name].partial_axes}
+        return is_made and not sum_rows.adds_groups(fusion, expr)
     return bool(reduced)
 
 

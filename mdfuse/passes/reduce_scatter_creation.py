@@ -38,8 +38,12 @@ def run(fusion: Fusion) -> Fusion:
         assert out.layout is not None
         if len(wanted) != 1:
             continue
-        goal = _beside_terms(out.layout, wanted.pop())
-        if not _is_slice(out.layout, goal):
+        asked = wanted.pop()
+        layout = _without_terms(expr, out, out.layout, asked, values)
+        if layout is not out.layout:
+            out = values[name] = replace(out, layout=layout)
+        goal = _beside_terms(layout, asked)
+        if not _is_slice(layout, goal):
             continue
         if goal.partial_axes and not _yields(expr, out, goal, values):
             continue
@@ -75,6 +79,18 @@ def _pushed(expr: Expr, out: Value, goal: Layout, values: Mapping[str, Value]) -
     assert strategy is not None
     inferred = strategy.results[expr.outputs.index(out.name)]
     return goal if inferred.partial_axes or inferred.mesh != goal.mesh else inferred
+
+
+def _without_terms(
+    expr: Expr, out: Value, layout: Layout, goal: Layout, values: Mapping[str, Value]
+) -> Layout:
+    """Return a result's layout in parts, not terms, where to read operands for that takes less."""
+    for axis in layout.partial_axes if layout.mesh == goal.mesh else ():
+        if isinstance(to := goal.placement(axis), Shard):
+            split = layout.with_placement(axis, to)
+            if split.split_axes(to.dim) == (axis,) and _yields(expr, out, split, values):
+                layout = split
+    return layout
 
 
 def _yields(expr: Expr, out: Value, goal: Layout, values: Mapping[str, Value]) -> bool:

@@ -7,6 +7,7 @@ from mdfuse.reshard.steps import (
     cost,
     costs,
     elements_received,
+    extra,
     in_fewer_posts,
     received,
     steps,
@@ -15,5 +16,5 @@ from mdfuse.reshard.steps import (
 
 __all__ = [
     "Carriers", "Local", "Step", "arrivals", "cost", "costs", "elements_received",
-    "in_fewer_posts", "received", "steps", "with_type",
+    "extra",    "in_fewer_posts", "received", "steps", "with_type",
 ]  # fmt: skip

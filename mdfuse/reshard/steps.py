@@ -6,7 +6,7 @@ of rows, or one `Exchange`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -111,25 +111,45 @@ def in_fewer_posts(
         carriers: see `steps`.
         spare: returns `UNIT` times the elements that a rank may receive beyond those of the path.
     """
+    chosen = path
+    for way, excess in _plainer(path, shape, carriers):
+        is_less = chosen is path or _posts(way) < _posts(chosen)
+        if is_less and (excess <= 0 or excess <= spare()):
+            chosen = way
+    return chosen
+
+
+def extra(path: tuple[Step, ...], shape: tuple[int, ...], carriers: Carriers) -> list[int]:
+    """Return `UNIT` times the elements that each way in fewer posts brings beyond a path."""
+    return [n for _, n in _plainer(path, shape, carriers) if n > 0]
+
+
+def _plainer(
+    path: tuple[Step, ...], shape: tuple[int, ...], carriers: Carriers
+) -> Iterator[tuple[tuple[Step, ...], int]]:
+    """Yield ways in the place of a path, and `UNIT` times the elements that they bring beyond it.
+
+    One is no more posts, in which replicas share no work; the other, if any, is fewer posts. Sums
+    of few rows over steps say little of the busiest rank: the bound takes the place of the path.
+    """
     if _posts(path) < 2:
-        return path
+        return
     source, goal = path[0].source, path[-1].destination
     is_one = source.mesh == goal.mesh and not goal.reaches and not moved(source, goal)
     if not (is_one and source.partial_axes) or source.stream or is_timed(source, goal, shape):
-        return path
+        return
     find = _plain_steps if is_symbolic(shape) else _known_plain_steps
     plain = find(source, goal, shape, carriers)
-    chosen, ways = path, [plain]
+    ways = [plain] if _posts(plain) <= _posts(path) else []
     if not is_symbolic(shape) and min(map(_posts, (path, plain))) > len(source.partial_axes):
-        ways.append(_scattered_first(source, goal, shape, carriers))
+        scattered = _scattered_first(source, goal, shape, carriers)
+        ways += [scattered] if _posts(scattered) < _posts(path) else []
     for way in ways:
-        # sums of few rows over steps say little of the busiest rank
-        is_uneven = any(has_few_rows(step.destination, shape) for step in (*way, *path))
-        least = 0 if is_uneven else received(path, shape)
-        may_replace = _posts(way) <= _posts(path) if way is plain else _posts(way) < _posts(chosen)
-        if may_replace and received(way, shape) <= least + spare():
-            chosen = way
-    return chosen
+        least = received(path, shape)
+        if any(has_few_rows(step.destination, shape) for step in (*way, *path)):
+            search = _search(source, goal, shape, 4, carriers)
+            least = search.least_arriving(search.start)
+        yield way, received(way, shape) - least
 
 
 def _posts(path: Sequence[Step]) -> int:

@@ -86,12 +86,16 @@ class Model:
             **(experts if e else {}),
         }
 
-    def bytes(self, tp: int = 1, but: Collection[str] = ()) -> float:
-        """The bytes of the parameters that a rank has where tensor parallelism splits them."""
+    def bytes(self, tp: int = 1, but: Collection[str] = (), parts: int = 1) -> float:
+        """The bytes of the parameters that a rank has where tensor parallelism splits them.
+
+        The rows that are left are padded to equal parts, as FSDP does.
+        """
         total = 0.0
-        for name, (shape, split) in self.parameters.items():
-            size = torch.Size(shape).numel() * BYTES * (name not in but)
-            total += size if split is None else size / tp
+        for name, ((rows, *others), split) in self.parameters.items():
+            rows = rows // tp if split == 0 else rows
+            size = math.prod(others) * BYTES * (name not in but) * parts * math.ceil(rows / parts)
+            total += size / tp if split else size
         return total
 
 
@@ -100,6 +104,15 @@ MODELS = {
     "Llama-3 70B": Model(8192, 64, 8, 128, 28672),
     "Llama-3 405B": Model(16384, 128, 8, 128, 53248),
     "Qwen3-30B-A3B": Model(2048, 32, 4, 128, 768, experts=128, chosen=8),
+}
+
+#: Models beside those of the table: with few heads of keys, or small experts.
+OTHERS = {
+    "Gemma-3 1B": Model(1152, 4, 1, 256, 6912),
+    "Gemma-2 2B": Model(2304, 8, 4, 256, 9216),
+    "Qwen2.5 0.5B": Model(896, 14, 2, 64, 4864),
+    "Phi-4": Model(5120, 40, 10, 128, 17920),
+    "OLMoE": Model(2048, 16, 16, 128, 1024, experts=64, chosen=8),
 }
 
 #: The parameters of experts, which expert parallelism splits.
@@ -148,11 +161,12 @@ def _data(axis: str) -> Callable[[Model, Mapping[str, int]], dict[str, float]]:
 
 
 def _sharded(m: Model, n: Mapping[str, int]) -> dict[str, float]:
-    return {"fsdp": 3 * share(n["fsdp"]) * m.bytes(n.get("tp", 1))}
+    return {"fsdp": 3 * share(n["fsdp"]) * m.bytes(n.get("tp", 1), parts=n["fsdp"])}
 
 
 def _hybrid(m: Model, n: Mapping[str, int]) -> dict[str, float]:
-    return {**_sharded(m, n), "dp": 2 * share(n["dp"]) * m.bytes(n.get("tp", 1)) / n["fsdp"]}
+    part = m.bytes(n.get("tp", 1), parts=n["fsdp"]) / n["fsdp"]
+    return {**_sharded(m, n), "dp": 2 * share(n["dp"]) * part}
 
 
 def _tensor(m: Model, n: Mapping[str, int]) -> dict[str, float]:
@@ -255,9 +269,9 @@ STYLES: dict[str, Style] = {
 }  # fmt: skip
 
 
-def models(style: Style) -> dict[str, Model]:
+def models(style: Style, of: Mapping[str, Model] = MODELS) -> dict[str, Model]:
     """The models whose layers a style is for."""
-    return {name: m for name, m in MODELS.items() if m.experts or not style.experts}
+    return {name: m for name, m in of.items() if m.experts or not style.experts}
 
 
 def layer(

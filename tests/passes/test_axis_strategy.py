@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from math import prod
+from math import gcd, prod
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers.hand_plans import (
     MODELS,
+    OTHERS,
     STYLES,
     Model,
     Style,
@@ -48,17 +49,23 @@ def _mesh(style: str, sizes: dict[str, int]) -> DeviceMesh:
     return DeviceMesh.arange(**{a: sizes.get(a, default.get(a, 8)) for a in STYLES[style].axes})
 
 
+ALL = MODELS | OTHERS
+
+
 @pytest.mark.parametrize("length", [1024, 8192, 131072])
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda s: "x".join(map(str, s.values())))
 @pytest.mark.parametrize(
-    ("style", "model"), [(name, m) for name, style in STYLES.items() for m in models(style)]
+    ("style", "model"), [(name, m) for name, style in STYLES.items() for m in models(style, ALL)]
 )
 def test_a_layer_takes_no_more_bytes_than_by_hand(
     style: str, model: str, sizes: dict[str, int], length: int
 ) -> None:
-    mesh = _mesh(style, sizes)
+    m = replace(ALL[model], length=length)
+    tp = gcd(sizes["tp"], m.heads)  # each rank has heads, and rows of keys
+    fsdp = min(sizes.get("fsdp", 8), m.kv_heads * m.head // tp)
+    mesh = _mesh(style, sizes | {"tp": tp, "fsdp": fsdp})
     assert mesh.size <= 1024
-    for row in rows(replace(MODELS[model], length=length), STYLES[style], mesh):
+    for row in rows(m, STYLES[style], mesh):
         assert row.received <= MOST * row.by_hand, row
         assert row.posts <= row.posts_by_hand, row
 

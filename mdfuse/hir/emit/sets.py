@@ -17,7 +17,7 @@ from mdfuse.ir.ops import TABLE
 from mdfuse.ir.writes import has_orders
 from mdfuse.layouts.kinds import SPLITTING
 from mdfuse.layouts.layout import Layout
-from mdfuse.reshard import Carriers, Local, Step, in_fewer_posts, received, steps, with_type
+from mdfuse.reshard import Carriers, Local, Step, extra, in_fewer_posts, received, steps, with_type
 
 #: Name -> the memory order to state; None: none is stated.
 Orders = Mapping[str, tuple[int, ...] | None]
@@ -43,8 +43,8 @@ class Emitter:
     movable: set[str] = field(default_factory=set)
     carriers: Carriers = ()
     posts: int = 0
-    #: change of layout -> the least bytes times `UNIT` that a rank receives in it
-    sizes: dict[_Change, int] = field(default_factory=dict)
+    #: change of layout -> the result of `_received`
+    sizes: dict[_Change, tuple[int, list[int]]] = field(default_factory=dict)
     #: change of layout -> its steps
     paths: dict[_Change, tuple[Step, ...]] = field(default_factory=dict)
 
@@ -52,11 +52,18 @@ class Emitter:
     def spare(self) -> int:
         """The bytes times `UNIT` by which each set may exceed the least, for fewer posts.
 
-        All sets together may receive 1/64 more than the least in such equal shares, which sets of
-        few bytes need; a larger set may receive 1/128 more than its least.
+        All sets together may receive 1/64 more than the least; sets of few bytes come first. A
+        larger set may receive 1/128 more than its least.
         """
-        sizes = [_received(self, e) for e in self.fusion.exprs if e.op == "set"]
-        return sum(sizes) // (64 * len(sizes))
+        sets = [e for e in self.fusion.exprs if e.op == "set"]
+        each = [_received(self, e) for e in sets]
+        left, share = sum(least for least, _ in each) // 64, 0
+        for excess in sorted(n for _, ways in each for n in ways):
+            left -= excess
+            if left < 0:
+                break
+            share = excess
+        return share
 
     def handle(self) -> str:
         """Return a new name for a post."""
@@ -228,16 +235,25 @@ def _is_read_once(out: Emitter, value: str) -> bool:
     return is_free and not out.fusion.values[value].is_order_required
 
 
-def _received(out: Emitter, expr: Expr) -> int:
-    """Return the bytes times `UNIT` that a rank receives in a set, at least."""
+def _received(out: Emitter, expr: Expr) -> tuple[int, list[int]]:
+    """Return the bytes times `UNIT` that a rank receives in a set, at least.
+
+    Beside them stand the bytes that each way in fewer posts takes beyond.
+    """
     values = out.fusion.values
     before, after = values[expr.reads[0]], values[expr.output]
     if before.layout is None or after.layout is None:
-        return 0
+        return 0, []
     shape, (source, target) = before.travels(before.layout, after.layout)
     itemsize = before.dtype.itemsize
     change = source, target, shape, itemsize
-    return _once(out.sizes, change, lambda: received(_path(out, expr, *change), shape) * itemsize)
+
+    def find() -> tuple[int, list[int]]:
+        path = _path(out, expr, *change)
+        ways = [n * itemsize for n in extra(path, shape, out.carriers)]
+        return received(path, shape) * itemsize, ways
+
+    return _once(out.sizes, change, find)
 
 
 def _once(known: dict[_Change, _T], change: _Change, find: Callable[[], _T]) -> _T:

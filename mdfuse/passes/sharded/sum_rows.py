@@ -159,6 +159,11 @@ class _AddedGroups:
     size: int
 
 
+def adds_groups(fusion: Fusion, expr: Expr) -> bool:
+    """Return whether a sum adds up groups of a dim, each to one element."""
+    return _grouped(fusion, expr) is not None
+
+
 def _grouped(fusion: Fusion, expr: Expr) -> _AddedGroups | None:
     """Return the groups that a sum adds up, each to one element; None for other sums."""
     (x,), out = expr.reads, fusion.values[expr.output]
