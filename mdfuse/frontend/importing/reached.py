@@ -64,8 +64,11 @@ class Reached(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Call a function with the arguments that are meant."""
-        if func.__name__ == "__get__":  # shapes and dtypes are no elements
-            return func(*(self._now.get(id(x), x) for x in args))
+        if func.__name__ == "__get__":
+            result = func(*(self._now.get(id(x), x) for x in args))
+            if isinstance(result, Tensor):  # as x.T; shapes and dtypes are no elements
+                self.meant(args)
+            return result
         args, kwargs = self.meant(tuple(args)), self.meant(dict(kwargs or {}))
         at = _SOURCES.get(func)
         if at is not None and len(args) > at and any(args[0] is x for x in self._named.values()):
@@ -101,6 +104,7 @@ class Reached(TorchFunctionMode):
             x = self._now.get(id(x), x)
             self._read.add(id(x))
             return x
-        if type(x) in (list, tuple):
-            return type(x)(map(self.meant, x))
-        return {k: self.meant(v) for k, v in x.items()} if type(x) is dict else x
+        if isinstance(x, list | tuple):
+            make = list if isinstance(x, list) else getattr(x, "_make", tuple)  # of named tuples
+            return make(map(self.meant, x))
+        return {k: self.meant(v) for k, v in x.items()} if isinstance(x, dict) else x

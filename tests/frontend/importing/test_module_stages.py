@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import math
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import causal
 from torch import Tensor, nn
 
 import mdfuse as mf
@@ -233,3 +235,43 @@ def test_a_mesh_or_stages() -> None:
         imported(Tiny(), [A, B], layouts={"*.up.weight": {"tp": Shard(0)}})
     with pytest.raises(MdfuseError):
         step_of(imported(Tiny(), [A, B]), A, microbatches=2).compile()
+
+
+@pytest.mark.parametrize(
+    ("name", "window", "axes", "how"),
+    [
+        ("gemma3", 3, {"cp": 2}, {"microbatches": 2, "schedule": "1f1b"}),
+        ("mistral", 1, {"dp": 2, "cp": 2}, {}),
+        ("mistral", 6, {"cp": 3}, {"microbatches": 4, "schedule": "gpipe"}),
+    ],
+)
+def test_windows_in_stages(
+    name: str, window: int, axes: dict[str, int], how: dict[str, Any], monkeypatch: Any
+) -> None:
+    """Positions are split within each stage; keys' gradients come in halos there."""
+    monkeypatch.setitem(causal.MODELS, "mistral", ("MistralForCausalLM", "MistralConfig", {}))
+    module = causal.model_of(name, sliding_window=window).double()
+    n, where = math.prod(axes.values()), {"dp": Shard(0), "cp": Shard(1)}
+    stages = [
+        DeviceMesh(torch.arange(at, at + n).reshape(*axes.values()).tolist(), axes=[*axes])
+        for at in (0, n)
+    ]
+    ids, labels = (torch.tensor(causal.prompts([8] * 4, seed)) for seed in (1, 2))
+    split = {axis: where[axis] for axis in axes}
+    given = {"input_ids": ids, "use_cache": False}
+    model = mf.from_torch(module, (), given, stages=stages, layouts={"input:*": split})
+    step = model.training_step(
+        lambda y, labels: mf.ops.cross_entropy(y.flatten(0, 1), labels.flatten()),
+        extra={"labels": TensorSpec(labels.shape, torch.int64, stages[-1], split)},
+        optimizer=partial(mf.optim.sgd, lr=0.5, momentum=0.9),
+        **how,
+    )
+    program, weights = step.compile(), model.load()
+    assert "attention_halo_grad" in str(program)
+    outputs = mf.simulate(program, step.arguments(weights, step.state(weights), ids, labels))
+    state = step.updated(outputs.outputs)
+    alone = F.cross_entropy(module(**given).logits.flatten(0, 1), labels.flatten())
+    alone.backward()
+    torch.testing.assert_close(outputs.outputs[0], alone.detach())
+    for key, w in module.named_parameters():
+        torch.testing.assert_close(state[key], w.detach() - 0.5 * w.grad)

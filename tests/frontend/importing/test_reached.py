@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -145,6 +146,57 @@ def test_assigned_buffers_are_written() -> None:
         torch.testing.assert_close(tuple(got), module(*x), rtol=0, atol=0)
     model = mf.from_torch(Assigned(), xs[0], mesh=MESH)
     assert {*model.fusion.reuse.values()} == {"mean", "before"}
+
+
+class Two(list[Tensor]):
+    """A list that two tensors make, not one iterable."""
+
+    def __init__(self, a: Tensor, b: Tensor) -> None:
+        super().__init__([a, b])
+
+
+#: how a forward reads one of its buffers before it assigns to that one
+READS: dict[str, Callable[[Tensor], Tensor]] = {
+    "T": lambda x: x.T, "mT": lambda x: x.mT, "real": lambda x: x.real, "row": lambda x: x[0],
+    "named tuple": lambda x: torch.cat(Pair(x, x)).sum(0), "own list": lambda x: sum(Two(x, x)),
+    "stacked list": lambda x: torch.stack(Two(x, x))[1], "results": lambda x: x.max(0).values,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READS)
+def test_each_way_of_reading_lets_an_assignment_stay(name: str) -> None:
+    class Read(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("rows", torch.arange(16.0).reshape(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x + READS[name](self.rows)
+            self.rows = x.T @ x
+            return y
+
+    xs = [(torch.randn(4, 4),) for _ in range(3)]
+    module = Read()
+    for x, (got,) in zip(xs, steps(Read(), xs), strict=True):
+        torch.testing.assert_close(got, module(*x))
+
+
+@pytest.mark.parametrize("kind", [Pair, Two])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_parameters_in_tuples_with_names_are_trained(mesh: str, kind: Any) -> None:
+    """A call that takes a list of tensors takes these, too: their numbers are no constants."""
+
+    class Held(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            w = torch.arange(16.0, dtype=torch.float64).reshape(4, 4)
+            self.w, self.u = nn.Parameter(w.sin()), nn.Parameter(w.cos())
+            self.both = kind(self.w, self.u)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ torch.stack(self.both).sum(0)
+
+    check_beside(Held(), (numbers(4, 4),), mesh)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16, torch.float32])
