@@ -187,11 +187,11 @@ class GenerationEngine:
         """
         begun = self._turns.begin()
         if begun is None:
-            self._say(Message("nothing", count=0 if last is None else last.left))
+            self._say(Message("nothing", requests=0 if last is None else last.left))
             return None
         numbers = self._drawn(begun.chosen)
         count = None if self._is_ahead and last is None else (last or begun).left
-        message = Message("step", begun.has_chunk, begun.integers, numbers, count=count)
+        message = Message("step", begun.has_chunk, begun.integers, numbers, requests=count)
         self._say(message)
         return begun, self._run(message)
 
@@ -230,8 +230,8 @@ class GenerationEngine:
                 return None
             if message.kind == "step":
                 self._run(message)
-            if message.count is not None:
-                return message.count
+            if message.requests is not None:
+                return message.requests
 
     def follow(self) -> None:
         """Compute what rank 0 does until it closes the engine: for each other rank.
