@@ -173,8 +173,9 @@ class SizedProgram(Program):
             problem = error
         if problem is not None:
             self.whole.refuse(problem)
-        if not self._rooms:
+        if rank not in self._planned:
             self._plan_ahead(inputs, known, rank)
+            self._planned.add(rank)
         given = self._filled(inputs, known, sizes, rank)
         results = self.whole.run(*given, extents=sizes)
         shapes = self._shapes(known, rank)
@@ -254,6 +255,11 @@ class SizedProgram(Program):
     def _rooms(self) -> dict[Any, dict[str, _Room]]:
         """Other extents -> the memory of what is filled up: graphs find it at one address."""
         return {}
+
+    @cached_property
+    def _planned(self) -> set[int]:
+        """This rank once sizes are planned: where a rank refuses that run, all plan in the next."""
+        return set()
 
     @cached_property
     def _numbers(self) -> Tensor:
