@@ -298,7 +298,9 @@ class Program:
 
     def refuse(self, problem: MdfuseError, options: Options | None = None) -> None:
         """Raise a problem instead of a run, so that no rank waits for this one."""
-        self._evaluator(self.host, options or self.options).call((), None, problem)
+        last = self._evaluators.recent
+        host = self.host if last is None else last.program  # one on which all ranks can fail
+        self._evaluator(host, options or self.options).call((), None, problem)
 
     def _run_other(
         self,

@@ -28,9 +28,16 @@ from mdfuse.ir.tensors import PLAIN
 from mdfuse.layouts.layout import Layout, Placement, Replicate, Shard
 from mdfuse.passes.in_place.drop_rows import depends
 from mdfuse.passes.segmentation import ShouldMerge
-from mdfuse.runs.arguments import has_dtensors
+from mdfuse.runs.arguments import (
+    check_count,
+    check_global,
+    check_kind,
+    check_no_gradients,
+    has_dtensors,
+)
+from mdfuse.runs.extents import check_extents
 from mdfuse.runtime.communicator import init
-from mdfuse.torch_private import transform_level, untraced
+from mdfuse.torch_private import forward_level, transform_level, untraced
 
 Extents = Mapping[str, int]
 Shape = tuple[int, ...]
@@ -166,8 +173,9 @@ class SizedProgram(Program):
             problem = error
         if problem is not None:
             self.whole.refuse(problem)
-        if not self._rooms:
+        if rank not in self._planned:
             self._plan_ahead(inputs, known, rank)
+            self._planned.add(rank)
         given = self._filled(inputs, known, sizes, rank)
         results = self.whole.run(*given, extents=sizes)
         shapes = self._shapes(known, rank)
@@ -183,13 +191,28 @@ class SizedProgram(Program):
         self, rank: int, inputs: Sequence[Any], extents: Mapping[str, int] | None
     ) -> Extents:
         """Return the extents of a run; those of inputs of the same forms are looked up."""
-        key = _forms_of(inputs, extents)
+        local = self.whole._local_extents
+        key = _forms_of(inputs, check_extents(local.fusion.name, local.symbols, extents))
         known = None if key is None else self._known.find(key)
         if known is None:
-            known = self.whole._local_extents.of(rank, inputs, extents)
+            known = local.of(rank, inputs, extents)
+            self._check_filled(rank, inputs, known)
             if key is not None:
                 self._known.put(key, known)
         return known
+
+    def _check_filled(self, rank: int, inputs: Sequence[Any], extents: Extents) -> None:
+        """Raise ProgramError unless those inputs fit of which a run sees copies alone."""
+        program, device = self.host, init(self.options).device
+        check_count(program.name, rank, inputs, self.fusion.inputs)
+        shapes = self._shapes(extents, None)
+        given = {n: x for n, x in zip(self.fusion.inputs, inputs, strict=True) if n in shapes}
+        for name, x in given.items():
+            kind = replace(program.types[name], shape=shapes[name] or ())
+            check_kind(
+                kind, rank, name, x, device, f"rank {rank}, input %{name} of @{program.name}"
+            )
+        check_no_gradients(program.name, given, given.values())
 
     @cached_property
     def _known(self) -> Cache[Extents]:
@@ -232,6 +255,11 @@ class SizedProgram(Program):
     def _rooms(self) -> dict[Any, dict[str, _Room]]:
         """Other extents -> the memory of what is filled up: graphs find it at one address."""
         return {}
+
+    @cached_property
+    def _planned(self) -> set[int]:
+        """This rank once sizes are planned: where a rank refuses that run, all plan in the next."""
+        return set()
 
     @cached_property
     def _numbers(self) -> Tensor:
@@ -303,7 +331,8 @@ class SizedProgram(Program):
         if name not in room:
             each = (self._shapes({**sizes, **c}, rank)[name] or () for c in self._combinations)
             dtype = self.definition.values[name].dtype
-            memory = torch.zeros(max(map(prod, each)), dtype=dtype, device=device)
+            with torch.inference_mode(False):  # later runs write into it, in any mode
+                memory = torch.zeros(max(map(prod, each)), dtype=dtype, device=device)
             room[name] = _Room(memory)
             self._filled_at.add(memory.data_ptr())
         return room[name].of(self._shapes(sizes, rank)[name] or ())
@@ -336,10 +365,12 @@ class SizedProgram(Program):
     ) -> tuple[list[Any], dict[str, int]]:
         """Return global inputs filled up, with masks, and the sizes: for simulations."""
         sizes, given = self.sizes_for(extents), []
-        shapes = self._shapes(sizes, None)
+        shapes, there = self._shapes(sizes, None), self._shapes(extents, None)
         for name, x in zip(self.fusion.inputs, inputs, strict=True):
             if isinstance(x, Tensor) and (shape := shapes.get(name)) is not None:
-                x = _in(torch.zeros(shape, dtype=x.dtype), x)
+                dtype = self.definition.values[name].dtype
+                check_global(self.fusion.name, name, x, there[name], dtype)
+                x = _in(torch.zeros(shape, dtype=dtype), x)
             given.append(x)
         for symbol in self.masks or {}:
             given.append(torch.arange(sizes[symbol]) < extents[symbol])
@@ -352,15 +383,19 @@ class SizedProgram(Program):
             yield self._cut(x, shapes.get(name))
 
 
-def _forms_of(inputs: Sequence[Any], extents: Mapping[str, int] | None) -> Hashable | None:
+def _forms_of(inputs: Sequence[Any], extents: Extents) -> Hashable | None:
     """Return a key of plain tensors; None where they need a closer look."""
-    if not PLAIN.issuperset(map(type, inputs)) or transform_level() is not None:
+    if not PLAIN.issuperset(map(type, inputs)):
+        return None
+    if transform_level() is not None or forward_level() >= 0:
         return None
     try:
-        forms = [(x.shape, x.dtype, x.layout, x.device) for x in inputs]
-    except RuntimeError:  # nested
+        forms = [(x.shape, x.dtype, x.layout, x.device, x.requires_grad) for x in inputs]
+        if any(not x.data_ptr() and x.numel() for x in inputs):  # its memory was given up
+            return None
+    except RuntimeError:  # nested, or without memory
         return None
-    return (*forms, *(extents or {}).items())
+    return (torch.is_grad_enabled(), *forms, *extents.items())
 
 
 def sized(

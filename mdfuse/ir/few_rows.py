@@ -65,10 +65,14 @@ def can_be_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal
     """
     if q.device.type != "cuda" or is_causal or q.ndim != 4 or q.dtype not in _DTYPES[:2]:
         return False
+    if any(x.ndim != 4 or type(x.shape[1]) is not int for x in (k, v)):
+        return False
     is_short = type(q.shape[2]) is int and 1 < q.shape[2] <= ROWS
     is_mask_alike = mask is None or (mask.ndim == 4 and tuple(mask.shape[1:3]) == (1, 1))
     may_cudnn = all(x.shape[3] % 8 == 0 and x.shape[3] <= 128 for x in (q, v))
-    return is_short and is_mask_alike and may_cudnn and q.shape[0] == k.shape[0] == v.shape[0]
+    is_even = 0 < k.shape[1] == v.shape[1] and q.shape[1] % k.shape[1] == 0  # none broadcasts
+    is_alike = q.shape[0] == k.shape[0] == v.shape[0]
+    return is_short and is_mask_alike and may_cudnn and is_even and is_alike
 
 
 def as_heads(q: Tensor) -> Tensor:
@@ -105,19 +109,21 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
         joined = q.new_empty((batch * shared, parts, ROWS, f), dtype=torch.float32)
         sums = q.new_empty((batch * shared, parts, ROWS), dtype=torch.float32)
     kernels: Any = _kernels()
-    kernels.attend_part[batch * shared, parts](
-        q, k, v, q if mask is None else mask.view(torch.uint8), joined, sums,
-        scale * math.log2(math.e), shared, heads // shared, rows, n, q.shape[3], f,
-        -(-n // (block * parts)) * block, *q.stride(), *k.stride(), *v.stride(),
-        *_strides(mask, (batch, heads, rows, n)),
-        HAS_MASK=mask is not None, IS_WHOLE=parts == 1, ROWS=ROWS, BLOCK=block,
-        E=_power(q.shape[3]), F=_power(f), PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-    )  # fmt: skip
-    if parts > 1:
-        kernels.join[batch * heads, rows](
-            joined, sums, out, heads, heads // shared, rows, parts, f,
-            ROWS=ROWS, PARTS=_power(parts), F=_power(f),
+    with torch.cuda.device_of(q):  # Triton launches on the current one
+        kernels.attend_part[batch * shared, parts](
+            q, k, v, q if mask is None else mask.view(torch.uint8), joined, sums,
+            scale * math.log2(math.e), shared, heads // shared, rows, n, q.shape[3], f,
+            -(-n // (block * parts)) * block, *q.stride(), *k.stride(), *v.stride(),
+            *_strides(mask, (batch, heads, rows, n)),
+            HAS_MASK=mask is not None, IS_WHOLE=parts == 1, ROWS=ROWS, BLOCK=block,
+            E=_power(q.shape[3]), F=_power(f),
+            PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         )  # fmt: skip
+        if parts > 1:
+            kernels.join[batch * heads, rows](
+                joined, sums, out, heads, heads // shared, rows, parts, f,
+                ROWS=ROWS, PARTS=_power(parts), F=_power(f),
+            )  # fmt: skip
     return out
 
 

@@ -23,8 +23,8 @@ def attend_part(
     """Let all rows that share a head of keys attend to a part of its keys."""
     pair, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     b, h = (pair // shared).to(tl.int64), (pair % shared).to(tl.int64)
-    r, es, fs = tl.arange(0, ROWS), tl.arange(0, E), tl.arange(0, F)
-    head, row, is_row = h * groups + r // rows, r % rows, r < groups * rows
+    r, es, fs = tl.arange(0, ROWS), tl.arange(0, E).to(tl.int64), tl.arange(0, F).to(tl.int64)
+    head, row, is_row = h * groups + r // rows, (r % rows).to(tl.int64), r < groups * rows
     at_q = q + b * qb + head[:, None] * qh + row[:, None] * qr + es[None, :] * qe
     query = tl.load(at_q, mask=is_row[:, None] & (es < e)[None, :], other=0.0)
     top = tl.full([ROWS], float("-inf"), tl.float32)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mdfuse.errors import ProgramError, counted, listed
 from mdfuse.hir.orders import Order
-from mdfuse.hir.program import HostProgram
+from mdfuse.hir.program import BufferType, HostProgram
 from mdfuse.ir.infer import dense_strides
 from mdfuse.ir.numbers import as_number
 from mdfuse.ir.tensors import are_writable, is_lazy, no_gradient, overlaps_itself, why_not
@@ -43,16 +43,21 @@ def check_ranks(program: HostProgram, rank: int, size: int) -> None:
         )
 
 
+def check_count(program: str, rank: int, arguments: Sequence[Any], inputs: Sequence[str]) -> None:
+    """Raise ProgramError unless there is an argument for each input."""
+    if len(arguments) != len(inputs):
+        raise ProgramError(
+            f"@{program} on rank {rank}: {counted(len(arguments), 'argument')} for "
+            f"{counted(len(inputs), 'input')}",
+            hint="pass, in this order: " + listed(inputs),
+        )
+
+
 def check_arguments(
     program: HostProgram, rank: int, arguments: Sequence[Any], device: torch.device
 ) -> None:
     """Raise ProgramError unless the arguments of one rank fit the program."""
-    if len(arguments) != len(program.inputs):
-        raise ProgramError(
-            f"@{program.name} on rank {rank}: {counted(len(arguments), 'argument')} for "
-            f"{counted(len(program.inputs), 'input')}",
-            hint="pass, in this order: " + listed(program.inputs),
-        )
+    check_count(program.name, rank, arguments, program.inputs)
     for name, argument in zip(program.inputs, arguments, strict=True):
         _check(program, rank, name, argument, device, "input")
     if program.written_inputs:
@@ -328,8 +333,14 @@ def _check_apart(
 def _check(
     program: HostProgram, rank: int, name: str, x: Any, device: torch.device, role: str
 ) -> None:
-    kind = program.types[name]
     where = f"rank {rank}, {role} %{name} of @{program.name}"
+    check_kind(program.types[name], rank, name, x, device, where)
+
+
+def check_kind(
+    kind: BufferType, rank: int, name: str, x: Any, device: torch.device, where: str
+) -> None:
+    """Raise ProgramError unless an argument of a rank, described by `where`, is of a kind."""
     if kind.layout is None:
         if as_number(x, kind.dtype) is None:
             raise _no_number(name, x, kind.dtype, where)
@@ -367,7 +378,7 @@ def _check(
         raise ProgramError(
             f"%{name} has dtype {x.dtype}, expected {kind.dtype}",
             where=where,
-            hint=f"pass x.to({kind.dtype}), or define the {role} with {x.dtype}",
+            hint=f"pass x.to({kind.dtype}), or define %{name} with {x.dtype}",
         )
 
 

@@ -169,24 +169,29 @@ class GenerationEngine:
         """Read the tokens of a step; begin the next one before, where the engine goes ahead."""
         now, self._begun = self._begun, None
         if now is None or not now[0].left:
-            now = self._begin(has_more=self._is_ahead)
+            now = self._begin()
         if now is None:
             return 0
-        if self._is_ahead:
-            self._begun = self._begin()
         begun, tokens = now
+        if self._is_ahead:
+            self._begun = self._begin(begun)
         count = begun.left
         self._turns.take(begun, tokens.read())
         return count
 
-    def _begin(self, has_more: bool = False) -> tuple[Begun, Arrival] | None:
-        """Begin a step; None, and the others hear it, where there is nothing to compute."""
+    def _begin(self, last: Begun | None = None) -> tuple[Begun, Arrival] | None:
+        """Begin a step; None, and the others hear it, where there is nothing to compute.
+
+        Args:
+            last: the step before, where the same call reads its tokens.
+        """
         begun = self._turns.begin()
         if begun is None:
-            self._say(Message("nothing"))
+            self._say(Message("nothing", requests=0 if last is None else last.left))
             return None
         numbers = self._drawn(begun.chosen)
-        message = Message("step", begun.has_chunk, begun.integers, numbers, has_more=has_more)
+        count = None if self._is_ahead and last is None else (last or begun).left
+        message = Message("step", begun.has_chunk, begun.integers, numbers, requests=count)
         self._say(message)
         return begun, self._run(message)
 
@@ -217,18 +222,16 @@ class GenerationEngine:
             self._front.say(message)
 
     def _followed(self) -> int | None:
-        """Do what rank 0 says in a call of `step`; return how often, None at the end."""
+        """Do what rank 0 says in a call of `step`; return what it returns, None at the end."""
         assert self._front is not None
-        steps, has_more = 0, True
-        while has_more:
+        while True:
             message = self._front.hear()
             if message.kind == "end":
                 return None
             if message.kind == "step":
                 self._run(message)
-                steps += 1
-            has_more = message.has_more
-        return steps
+            if message.requests is not None:
+                return message.requests
 
     def follow(self) -> None:
         """Compute what rank 0 does until it closes the engine: for each other rank.

@@ -31,7 +31,7 @@ class Message(NamedTuple):
         integers: of a step.
         numbers: by which a step chooses tokens, [slots, 4]; None: the most probable ones.
         text: of an error.
-        has_more: whether another message of the same call of `step` follows.
+        requests: what the call of `step` returns; None: another message of this call follows.
     """
 
     kind: str
@@ -39,7 +39,7 @@ class Message(NamedTuple):
     integers: npt.NDArray[np.int64] | None = None
     numbers: npt.NDArray[np.float64] | None = None
     text: str = ""
-    has_more: bool = False
+    requests: int | None = None
 
 
 class Front:
@@ -107,14 +107,16 @@ def _packed(m: Message) -> bytes:
     texts = m.text.encode()
     integers = b"" if m.integers is None else m.integers.tobytes()
     numbers = b"" if m.numbers is None else m.numbers.tobytes()
-    head = [_KINDS.index(m.kind), m.has_chunk, len(integers), len(numbers), m.has_more]
+    requests = -1 if m.requests is None else m.requests
+    head = [_KINDS.index(m.kind), m.has_chunk, len(integers), len(numbers), requests]
     return np.array(head, dtype=np.int64).tobytes() + integers + numbers + texts
 
 
 def _unpacked(data: bytes) -> Message:
     head, data = np.frombuffer(data[:40], dtype=np.int64).tolist(), data[40:]
-    kind, has_chunk, n, m, has_more = head
+    kind, has_chunk, n, m, requests = head
     integers = np.frombuffer(data[:n], dtype=np.int64).copy() if n else None
     numbers = np.frombuffer(data[n : n + m]).reshape(-1, 4).copy() if m else None
     text = data[n + m :].decode()
-    return Message(_KINDS[kind], bool(has_chunk), integers, numbers, text, bool(has_more))
+    count = None if requests < 0 else requests
+    return Message(_KINDS[kind], bool(has_chunk), integers, numbers, text, count)

@@ -113,3 +113,64 @@ def test_a_size_of_one_row_takes_reshapes() -> None:
         x = torch.randn(n, 6)
         (made,) = mf.simulate(program, [x]).outputs
         torch.testing.assert_close(made, x.reshape(n, 1, 2, 3).transpose(1, 2).softmax(-1))
+
+
+def scaled() -> mf.Program:
+    """Rows times a matrix."""
+    mesh = DeviceMesh.arange(tp=1)
+    with mf.FusionDefinition("scaled") as fd:
+        x = fd.define_tensor([-1, 4], mesh=mesh, name="x")
+        fd.add_output(x @ fd.define_tensor([4, 3], mesh=mesh, name="w"))
+    return mf.compile(fd, mf.Options(sizes={"x.0": (2, 8)}))
+
+
+X, W = torch.arange(12.0).reshape(3, 4), torch.arange(12.0).reshape(4, 3)
+WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
+    "wide": ((X.double(), W), {}, "dtype torch.float64, expected torch.float32"),
+    "numbers": ((X.long(), W), {}, "dtype torch.int64, expected torch.float32"),
+    "few columns": ((X[:, :1], W), {}, r"shape \(3, 1\) on rank 0, expected \(3, 4\)"),
+    "many columns": ((torch.ones(3, 5), W), {}, r"shape \(3, 5\) on rank 0, expected \(3, 4\)"),
+    "few arguments": ((X,), {}, "1 argument for 2 inputs"),
+    "many arguments": ((X, W, W), {}, "3 arguments for 2 inputs"),
+    "gradient": ((X.clone().requires_grad_(), W), {}, "%x requires grad"),
+    "float extent": ((X, W), {"extents": {"x.0": 3.0}}, r"x\.0=3\.0"),
+    "list extent": ((X, W), {"extents": {"x.0": [3]}}, r"x\.0=\[3\]"),
+    "list of extents": ((X, W), {"extents": [3]}, r"extents=\[3\]"),
+    "true extent": ((X[:1], W), {"extents": {"x.0": True}}, r"x\.0=True"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_inputs_are_refused_behind_right_ones(name: str) -> None:
+    """A copy of a wrong input would fit; a program goes on behind a refusal."""
+    program, (wrong, how, why) = scaled(), WRONG[name]
+    for _ in range(2):
+        for n in (1, 3):
+            (y,) = program.run(X[:n], W, extents={"x.0": n})
+            assert torch.equal(y, X[:n] @ W)
+        with pytest.raises(mf.ProgramError, match=why):
+            program.run(*wrong, **how)
+
+
+def test_memory_that_was_given_up_is_refused() -> None:
+    program, x = scaled(), X.clone()
+    program.run(x, W)
+    x.untyped_storage().resize_(0)
+    with pytest.raises(mf.ProgramError, match=r"the extents x\.0 are missing"):
+        program.run(x, W)
+
+
+def test_modes_of_torch_change_between_runs() -> None:
+    program, x = scaled(), X.clone().requires_grad_()
+    for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
+        with mode():
+            assert torch.equal(program.run(x, W)[0], X @ W)
+        with pytest.raises(mf.ProgramError, match="%x requires grad"):
+            program.run(x, W)
+        assert torch.equal(program.run(X, W)[0], X @ W)
+
+
+@pytest.mark.parametrize("name", ["wide", "few columns", "many columns"])
+def test_wrong_inputs_of_simulations_are_refused(name: str) -> None:
+    with pytest.raises(mf.ProgramError, match="expected a global tensor"):
+        mf.simulate(scaled(), WRONG[name][0])

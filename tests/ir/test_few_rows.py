@@ -90,16 +90,19 @@ def test_rows_as_heads(heads: int, shared: int, has_mask: bool) -> None:
         ({"mask": (2, 1, 4, 40)}, False), ({"mask": (2, 8, 1, 40)}, False),
         ({"q": (8, 4, 64)}, False), ({"k": (1, 2, 40, 64)}, False), ({"is_causal": True}, False),
         ({"q": (2, 8, 4, 60), "k": (2, 2, 40, 60)}, False),
+        ({"k": (40, 64)}, False), ({"v": (40, 64)}, False), ({"v": (2, 1, 40, 64)}, False),
+        ({"q": (2, 1, 3, 64), "k": (2, 3, 40, 64)}, False), ({"q": (2, 5, 4, 64)}, False),
     ],
 )  # fmt: skip
 def test_rows_that_can_be_heads(changes: dict[str, Any], fits: bool) -> None:
     case = {"dtype": torch.bfloat16, "device": "cuda", **USUAL, "q": (2, 8, 4, 64), **changes}
     with FakeTensorMode():
-        q, k = (torch.empty(case[x], dtype=case["dtype"], device=case["device"]) for x in "qk")
+        case.setdefault("v", case["k"])
+        q, k, v = (torch.empty(case[x], dtype=case["dtype"], device=case["device"]) for x in "qkv")
         mask = case["mask"]
         if mask is not None:
             mask = torch.empty(mask, dtype=torch.bool, device=case["device"])
-        assert few_rows.can_be_heads(q, k, k, mask, case.get("is_causal", False)) is fits
+        assert few_rows.can_be_heads(q, k, v, mask, case.get("is_causal", False)) is fits
 
 
 @pytest.mark.gpu(1)
@@ -131,3 +134,31 @@ def test_numbers(dtype: torch.dtype, seed: int) -> None:
     error = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
     assert y.dtype == dtype and bool(y.isfinite().all())
     torch.testing.assert_close(y.double(), want, rtol=error, atol=error)
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize(("which", "dim"), [(0, 2), (0, 3), (1, 3), (2, 3)])
+def test_elements_that_lie_far_apart(which: int, dim: int) -> None:
+    """An element lies behind the 2^31st one, as in a view of a large tensor."""
+    shapes = (1, 2, 3, 3), (1, 1, 5, 3), (1, 1, 5, 3)
+    given = [torch.randn(x).to("cuda", torch.float16) for x in shapes]
+    x = given[which]
+    step = (1 << 30) + 8
+    sizes = [n for d, n in enumerate(x.shape) if d != dim]
+    strides = [math.prod(sizes[d + 1 :]) for d in range(3)]
+    strides.insert(dim, step)
+    memory = torch.empty(step * (x.shape[dim] - 1) + math.prod(sizes), dtype=x.dtype, device="cuda")
+    given[which] = memory.as_strided(x.shape, strides).copy_(x)
+    y = calls.attend(*given, scale=0.3, enable_gqa=True)
+    q, k, v = (x.cpu() for x in given)
+    torch.testing.assert_close(y.cpu().double(), plain(q, k, v, None, 0.3), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.gpu(2)
+def test_another_gpu_than_the_current_one() -> None:
+    q = torch.randn(1, 4, 1, 64, device="cuda:1")
+    k, v = torch.randn(2, 1, 2, 3000, 64, device="cuda:1").unbind()
+    with torch.cuda.device(0):
+        y = calls.attend(q, k, v, enable_gqa=True)
+    want = plain(q, k, v, None, 64**-0.5)
+    torch.testing.assert_close(y.double(), want, rtol=2e-5, atol=2e-5)

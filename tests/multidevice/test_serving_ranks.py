@@ -58,21 +58,21 @@ def test_two_ranks_go_ahead(comm: mf.Communicator) -> None:
 
 
 @pytest.mark.world(2)
-def test_each_rank_steps_as_often(comm: mf.Communicator) -> None:
-    """A call may begin two steps, one, or none: both ranks return from it."""
-    engine = mf.generate(
-        model_of("llama", num_hidden_layers=1), max_batch=2, chunk=0, context=40, ahead=True
-    )
+@pytest.mark.parametrize("ahead", [False, True])
+def test_each_rank_steps_as_often(comm: mf.Communicator, ahead: bool) -> None:
+    """A call may begin two steps, one, or none: all ranks return the same number of requests."""
+    model = model_of("llama", num_hidden_layers=1)
+    engine = mf.generate(model, max_batch=2, chunk=0, context=40, ahead=ahead)
     (ids,) = prompts([2])
     for n in (1, 5, 2):
         if comm.rank == 0:
-            asked = engine.submit(ids, n)
-        steps = [engine.step() for _ in range(30)]
-        assert sum(steps) == n + 1 and steps[-1] == 0
+            asked = [engine.submit(ids, most) for most in (n, 1)]
+        counts = [engine.step()]
+        while counts[-1]:
+            counts.append(engine.step())
+        assert counts == [2, 2, *[1] * (n - 1), 0]
         if comm.rank == 0:
-            assert engine.result(asked).tokens == greedy(
-                model_of("llama", num_hidden_layers=1), ids, n
-            )
+            assert engine.result(asked[0]).tokens == greedy(model, ids, n)
     engine.close()
 
 

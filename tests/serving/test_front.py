@@ -11,11 +11,11 @@ from mdfuse.serving.front import Message, _packed, _unpacked
 @pytest.mark.parametrize(
     "message",
     [
-        Message("nothing"),
+        Message("nothing", requests=0),
         Message("end"),
         Message("error", text="rank 0: – ü"),
         Message("step", True, np.arange(7), None),
-        Message("step", False, np.arange(3), np.arange(8.0).reshape(2, 4)),
+        Message("step", False, np.arange(3), np.arange(8.0).reshape(2, 4), requests=2),
     ],
     ids=str,
 )
