@@ -93,7 +93,8 @@ def options(
         return (_cut(axis, labels, results) if not moves else None,)
     if candidates and not moves and _is_free(candidates, axis, results):
         return (candidates[0],)
-    if len(candidates) > 1 and _is_contracted(candidates, labels):
+    is_moved = not _has_whole_matrix(expr, axis, operands)
+    if len(candidates) > 1 and is_moved and _is_contracted(candidates, labels):
         return (candidates[0],)
     candidates += [of[placement.dim] for of, placement in asked]
     candidates = [c for c in candidates if labels.may_split(c)]
@@ -133,6 +134,19 @@ def _is_contracted(candidates: Sequence[int | None], labels: DimMap) -> bool:
     """
     (label, *others) = candidates
     return label in labels.reduces and all(c == label for c in others)
+
+
+def _has_whole_matrix(expr: Expr, axis: str, operands: Sequence[Operand]) -> bool:
+    """Return whether other expressions read the operand that stays whole along an axis.
+
+    It is no weight of a row-parallel linear then, but tokens of which a weight's gradient is made.
+    """
+    position = TABLE[expr.op].stays
+    if position is None:
+        return False
+    name = expr.inputs[position]
+    there = [c for o in operands if o.value.name == name for c in o.copies]
+    return any(axis in c.mesh.axes and c.placement(axis) == Replicate() for c in there)
 
 
 #: The dims of the operand that stays, where it is more than one matrix.

@@ -128,7 +128,7 @@ def _count(maker: Maker, mean: Expr) -> int:
 
 def _biases(fusion: Fusion) -> Fusion:
     """Return the fusion with the bias of each linear that yields Partial added by itself."""
-    values = dict(fusion.values)
+    values, ended = dict(fusion.values), set[str]()
     exprs: list[Expr] = []
     for expr in fusion.exprs:
         partial = _without_bias(expr, values)
@@ -149,6 +149,11 @@ def _biases(fusion: Fusion) -> Fusion:
         bias = expr.inputs[2]
         exprs.append(product)
         exprs.append(replace(expr, op="add", inputs=(product.output, bias), attrs=()))
+        ended.add(expr.output)
+    for name, value in values.items() if ended else ():  # copies that the linear read with its bias
+        if value.copies:
+            copies = tuple([c for c in value.copies if c[0] not in ended])
+            values[name] = replace(value, copies=copies)
     return replace(fusion, values=values, exprs=tuple(exprs))
 
 

@@ -80,7 +80,8 @@ def _forwards(fusion: Fusion) -> Fusion:
         strategy = None if _crosses(expr, values) else choose_here(expr, values)
         wanted = strategy.wanted if strategy is not None and expr.outputs[0] in live else {}
         for x, read_in in wanted.items():
-            _note_copy(values, views, x, expr.outputs[0], read_in)
+            if read_in is not values[x].layout:
+                _note_copy(values, views, x, expr.outputs[0], read_in)
         layouts = strategy.results if strategy is not None else (None,) * len(outputs)
         for out, layout in zip(outputs, layouts, strict=True):
             if out.layout is not None:
@@ -91,7 +92,7 @@ def _forwards(fusion: Fusion) -> Fusion:
                 layout = _of_output(fusion, values, out.name, layout)
                 values[out.name] = replace(out, layout=layout)
         if is_view(expr):
-            views[expr.output] = expr
+            views[expr.outputs[0]] = expr
             for reader, copy in values[expr.reads[0]].copies:
                 viewed = viewed_as(expr, values, copy)
                 values[expr.output] = _with_copy(values[expr.output], reader, viewed)

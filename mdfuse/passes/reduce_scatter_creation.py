@@ -35,14 +35,16 @@ def run(fusion: Fusion) -> Fusion:
         for reader in fusion.consumers[name]:
             strategy = _strategy(reader, values)
             wanted.add(strategy.wanted[name])
-        assert out.layout is not None
+        layout = out.layout
+        assert layout is not None
         if len(wanted) != 1:
             continue
-        asked = wanted.pop()
-        layout = _without_terms(expr, out, out.layout, asked, values)
-        if layout is not out.layout:
-            out = values[name] = replace(out, layout=layout)
-        goal = _beside_terms(layout, asked)
+        goal = wanted.pop()
+        if layout.partial_axes:
+            layout = _without_terms(expr, out, layout, goal, values)
+            if layout is not out.layout:
+                out = values[name] = replace(out, layout=layout)
+            goal = _beside_terms(layout, goal)
         if not _is_slice(layout, goal):
             continue
         if goal.partial_axes and not _yields(expr, out, goal, values):

@@ -246,7 +246,8 @@ def check_lengths(fusion: Fusion, has_sets: bool = True) -> Fusion:
         LoweringError: they do not, or a loop whose chunks turn would exchange rows in blocks.
     """
     for expr in fusion.exprs if has_sets else ():
-        _check_turning(fusion, expr)
+        if expr.op == "set":
+            _check_turning(fusion, expr)
     for value in fusion.values.values():
         stream, layout = value.stream, value.layout
         if stream is None or layout is None or not isinstance(stream.chunks, tuple):
@@ -269,7 +270,7 @@ def _check_turning(fusion: Fusion, expr: Expr) -> None:
     value = fusion.values[expr.outputs[0]]
     stream, after = value.stream, value.layout
     axis = stream.rotate if stream is not None else None
-    if expr.op != "set" or axis is None or after is None:
+    if axis is None or after is None:
         return
     before = fusion.layout(expr.reads[0])
     if before.mesh != after.mesh or not moved(

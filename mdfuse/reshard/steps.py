@@ -223,7 +223,15 @@ def cost(
     source: Layout, destination: Layout, shape: tuple[int, ...], carriers: Carriers = ()
 ) -> int:
     """Return `UNIT` times the elements that a rank receives in a change of layout."""
+    find = _cost if is_symbolic(shape) else _known_cost
+    return find(source, destination, shape, carriers)
+
+
+def _cost(source: Layout, destination: Layout, shape: tuple[int, ...], carriers: Carriers) -> int:
     return received(steps(source, destination, shape, carriers=carriers), shape)
+
+
+_known_cost = lru_cache(maxsize=4096)(_cost)
 
 
 #: Reduce op -> a dtype of one byte that it takes, where integers are none.

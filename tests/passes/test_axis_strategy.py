@@ -52,7 +52,7 @@ def _mesh(style: str, sizes: dict[str, int]) -> DeviceMesh:
 ALL = MODELS | OTHERS
 
 
-@pytest.mark.parametrize("length", [1024, 8192, 131072])
+@pytest.mark.parametrize("length", [96, 1024, 8192, 131072])
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda s: "x".join(map(str, s.values())))
 @pytest.mark.parametrize(
     ("style", "model"), [(name, m) for name, style in STYLES.items() for m in models(style, ALL)]
@@ -61,8 +61,8 @@ def test_a_layer_takes_no_more_bytes_than_by_hand(
     style: str, model: str, sizes: dict[str, int], length: int
 ) -> None:
     m = replace(ALL[model], length=length)
-    tp = gcd(sizes["tp"], m.heads)  # each rank has heads, and rows of keys
-    fsdp = min(sizes.get("fsdp", 8), m.kv_heads * m.head // tp)
+    tp = gcd(sizes["tp"], m.heads)  # each rank has heads, rows of keys, and an expert
+    fsdp = min(sizes.get("fsdp", 8), m.kv_heads * m.head // tp, m.experts or m.width)
     mesh = _mesh(style, sizes | {"tp": tp, "fsdp": fsdp})
     assert mesh.size <= 1024
     for row in rows(m, STYLES[style], mesh):
@@ -243,6 +243,32 @@ def test_a_gradient_of_few_features_reads_long_rows_where_they_are(rows_of_batch
         fd.add_output(dw)
     kinds = [(c.kind, c.axes) for c in mf.compile(fd).communications if "tp" in c.axes]
     assert kinds == [("Allgather", ("tp",)), ("ReduceScatter", ("tp",))]
+
+
+@pytest.mark.parametrize(("tokens", "kind"), [(24, "Allgather"), (512, "Allreduce")])
+def test_the_gradient_of_a_router_reads_gathered_tokens(tokens: int, kind: str) -> None:
+    """Few tokens: their gradients take fewer bytes than the router's, which is all-reduced else."""
+    mesh, rows = DeviceMesh.arange(tp=4), {"tp": Shard(0)}
+    shapes = ((tokens, 64), (32, 64), (4, 64), (tokens, 32), (tokens, 4))
+    split = (rows, rows, {}, {"tp": Shard(1)}, rows)
+    inputs = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+
+    def loss(linear: Any, x: Any, up: Any, router: Any, dy: Any, dr: Any) -> Any:
+        return (linear(x, up) * dy).sum() + (linear(x, router).softmax(1) * dr).sum()
+
+    with mf.FusionDefinition("router") as fd:
+        each = [
+            fd.define_tensor(shape, torch.float64, mesh, of)
+            for shape, of in zip(shapes, split, strict=True)
+        ]
+        for g in mf.grad(loss(mf.ops.linear, *each), each[:3]):
+            fd.add_output(g)
+    program = mf.compile(fd)
+    assert [c.kind for c in program.communications] == ["Allgather", kind, "ReduceScatter"]
+    whole = [x.clone().requires_grad_() for x in inputs]
+    want = torch.autograd.grad(loss(functional.linear, *whole), whole[:3])
+    for got, gradient in zip(mf.simulate(program, inputs).outputs, want, strict=True):
+        torch.testing.assert_close(got, gradient, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("rows_of_batch", [1, 2], ids="dp={}".format)

@@ -270,3 +270,21 @@ def test_terms_that_are_to_stay_terms() -> None:
         assert not made.communications
         found = mf.simulate(made, [torch.tensor([1, 2, 4, 8], dtype=dtype)]).per_rank
         assert [[x.item() for x in row] for row in found] == [[0.75, 3.0], [3.0, 12.0]]
+
+
+def test_a_linear_without_its_bias_has_no_copies_of_before() -> None:
+    """To gather both operands takes fewer bytes, which the linear with its bias would do."""
+    mesh, rows = DeviceMesh.arange(tp=2), {"tp": Shard(0)}
+    shapes = {"x": [12, 8], "up": [16, 8], "down": [8, 16], "bias": [8]}
+    split = {"x": rows, "up": rows, "down": {"tp": Shard(1)}, "bias": {}}
+    with mf.FusionDefinition("mlp") as fd:
+        x, up, down, bias = (
+            fd.define_tensor(s, f64, mesh, split[n], name=n) for n, s in shapes.items()
+        )
+        h = mf.ops.relu(mf.ops.linear(x, up))
+        fd.add_output(mf.ops.linear(h, down, bias).on(mesh, rows))
+    program = mf.compile(fd)
+    assert [c.kind for c in program.communications] == ["Allgather", "ReduceScatter"]
+    inputs = [torch.randn(s, dtype=f64) for s in shapes.values()]
+    want = F.linear(F.linear(inputs[0], inputs[1]).relu(), *inputs[2:])
+    torch.testing.assert_close(mf.simulate(program, inputs).outputs[0], want)
