@@ -416,18 +416,15 @@ def rows(model: Model, style: Style, mesh: DeviceMesh) -> list[Row]:
 SHOWN = {"dp": 4, "fsdp": 8, "tp": 8, "cp": 8, "pp": 2, "ep": 8}
 
 
-def table() -> Iterator[str]:
-    """Yield the lines of the table of docs/resharding.md: MiB and posts of a layer."""
-    yield f"| style | axis | {' | '.join(MODELS)} | posts |"
-    yield "|---" * (len(MODELS) + 3) + "|"
-    for name, style in STYLES.items():
-        mesh = DeviceMesh.arange(**{a: SHOWN[a] for a in style.axes})
-        of = {n: rows(model, style, mesh) for n, model in models(style).items()}
-        for n, axis in enumerate(next(iter(of.values()))):
-            each = {model: row[n] for model, row in of.items()}
-            cells = [_cell(each[m]) if m in each else "" for m in MODELS]
-            posts = dict.fromkeys(f"{x.posts} ({x.posts_by_hand})" for x in each.values())
-            yield f"| {name} | {axis.axis} | {' | '.join(cells)} | {', '.join(posts)} |"
+def table(style: str) -> Iterator[str]:
+    """Yield the lines of a style in the table of docs/resharding.md: MiB and posts of a layer."""
+    mesh = DeviceMesh.arange(**{a: SHOWN[a] for a in STYLES[style].axes})
+    of = {n: rows(model, STYLES[style], mesh) for n, model in models(STYLES[style]).items()}
+    for n, axis in enumerate(next(iter(of.values()))):
+        each = {model: row[n] for model, row in of.items()}
+        cells = [_cell(each[m]) if m in each else "" for m in MODELS]
+        posts = dict.fromkeys(f"{x.posts} ({x.posts_by_hand})" for x in each.values())
+        yield f"| {style} | {axis.axis} | {' | '.join(cells)} | {', '.join(posts)} |"
 
 
 def _cell(row: Row) -> str:

@@ -70,9 +70,11 @@ def test_a_layer_takes_no_more_bytes_than_by_hand(
         assert row.posts <= row.posts_by_hand, row
 
 
-def test_the_page_shows_what_programs_take() -> None:
-    page = Path(__file__).parents[2] / "docs" / "resharding.md"
-    assert "\n".join(table()) in page.read_text(encoding="utf-8")
+@pytest.mark.parametrize("style", STYLES)
+def test_the_page_shows_what_programs_take(style: str) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "resharding.md").read_text(encoding="utf-8")
+    assert f"| style | axis | {' | '.join(MODELS)} | posts |" in page
+    assert "\n".join(table(style)) in page
 
 
 def _printed(program: mf.Program, sizes: dict[str, int]) -> float:
