@@ -270,7 +270,8 @@ def _check_turning(fusion: Fusion, expr: Expr) -> None:
     value = fusion.values[expr.outputs[0]]
     stream, after = value.stream, value.layout
     axis = stream.rotate if stream is not None else None
-    if axis is None or after is None:
+    is_empty = any(type(n) is int and n == 0 for n in value.shape)
+    if axis is None or after is None or is_empty:
         return
     before = fusion.layout(expr.reads[0])
     if before.mesh != after.mesh or not moved(

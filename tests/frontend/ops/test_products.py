@@ -20,7 +20,7 @@ X, W = torch.randn(10, 4, dtype=torch.float64), torch.randn(5, 4, 3, dtype=torch
 ENDS = torch.tensor([2, 2, 5, 8, 9])
 
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, tuple[int, ...]]]] = {
-    "experts": ({}, {"ep": Shard(0)}, ("Allreduce", (10, 3))),
+    "experts": ({}, {"ep": Shard(0)}, ("Allgather", (5, 4, 3))),
     "rows": ({"ep": Shard(0)}, {}, ("Allreduce", (5, 4, 3))),
     "features": ({"ep": Shard(1)}, {"ep": Shard(1)}, ("Allreduce", (10, 3))),
     "columns": ({}, {"ep": Shard(2)}, ("Allreduce", (10, 4))),
