@@ -271,7 +271,7 @@ def _check_turning(fusion: Fusion, expr: Expr) -> None:
     stream, after = value.stream, value.layout
     axis = stream.rotate if stream is not None else None
     is_empty = any(type(n) is int and n == 0 for n in value.shape)
-    if axis is None or after is None or is_empty:
+    if axis is None or after is None or is_empty or after.mesh.axis_size(axis) == 1:
         return
     before = fusion.layout(expr.reads[0])
     if before.mesh != after.mesh or not moved(

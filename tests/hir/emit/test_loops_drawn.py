@@ -6,6 +6,7 @@ a drawn dim in a drawn number of chunks. What cannot be streamed so is left plai
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 import hypothesis.strategies as st
@@ -124,7 +125,8 @@ def is_streamable(drawn: Branching) -> bool:
     try:
         hir_lowering.prepare(drawn.define().fusion)
     except LoweringError as error:
-        if "is streamed over dim" in str(error) and error.because and error.hint and error.where:
+        is_said = re.search(r"is streamed (over dim|with rotate=)", str(error))
+        if is_said and error.because and error.hint and error.where:
             return False
         raise
     return True

@@ -278,14 +278,17 @@ def test_uneven_rows_move_while_chunks_turn_along_another_axis(
     check_everywhere(mf.compile(fd), [given], [given], exact=True)
 
 
-@pytest.mark.parametrize("shape", [(0, 0), (0, 4), (6, 0)])
-def test_no_rows_are_cut_in_zigzag_order_while_chunks_turn(shape: tuple[int, int]) -> None:
-    mesh = DeviceMesh.arange(a=2, b=2)
+@pytest.mark.parametrize(("ring", "shape"), [(2, (0, 0)), (2, (0, 4)), (2, (6, 0)), (1, (6, 4))])
+def test_rows_are_cut_in_zigzag_order_while_no_chunk_turns(
+    ring: int, shape: tuple[int, int]
+) -> None:
+    """There are no rows, or one rank in the ring."""
+    mesh = DeviceMesh.arange(a=ring, b=2)
     with mf.FusionDefinition("empty") as fd:
         x = fd.define_tensor(shape, torch.float64, mesh)
         law = {"b": Shard(0, zigzag=True)}
         fd.add_output(fd.ops.set(x).on(mesh, law, stream=Stream(1, 2, "a")))
-    given = torch.zeros(shape, dtype=torch.float64)
+    given = torch.randn(shape, dtype=torch.float64)
     check_everywhere(mf.compile(fd), [given], [given], exact=True)
 
 
