@@ -23,7 +23,7 @@ from mdfuse.frontend.ragged_operands import masked
 from mdfuse.frontend.sites import Derived, Site
 from mdfuse.frontend.vjps import COMPLEX, NO_GRADIENT, RULES, STEPS
 from mdfuse.frontend.vjps.windows import Part, Window, joined
-from mdfuse.ir.again import Again
+from mdfuse.ir.again import Recomputation
 from mdfuse.ir.graph import Expr, Like, Operand, Value
 from mdfuse.layouts.layout import Shard
 
@@ -200,7 +200,7 @@ class _Backward:
         #: their sums, for visited values
         self.totals: dict[str, Handle] = {}
         #: `recompute` block -> what computes its values again
-        self.again: dict[int, Again] = {}
+        self.again: dict[int, Recomputation] = {}
 
     def run(self) -> Made:
         path = self.path
@@ -301,7 +301,7 @@ class _Backward:
             return name
         if block not in self.again:
             made_by = {x: e for e in self.exprs for x in e.outputs if self._block(x) == block}
-            self.again[block] = Again(made_by, self._record_again)
+            self.again[block] = Recomputation(made_by, self._record_again)
         new = str(self.again[block](name))
         self.scribe.line = line
         return new

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from mdfuse.ir.graph import Expr, Operand
 
 
-class Again:
+class Recomputation:
     """Computes values again, each once, with all that leads to them from values that are kept.
 
     Args:
@@ -15,14 +15,14 @@ class Again:
             kept.
         write: writes an expression with these operands, and returns the names of its results.
 
-    >>> from mdfuse.ir.again import Again
+    >>> from mdfuse.ir.again import Recomputation
     >>> from mdfuse.ir.graph import Expr
     >>> exp = Expr(op="exp", inputs=("x",), outputs=("y",))
     >>> add = Expr(op="add", inputs=("y", 1), outputs=("z",))
     >>> def write(expr, inputs):
     ...     print(expr.op, inputs)
     ...     return [f"{expr.output}'"]
-    >>> again = Again({"y": exp, "z": add}, write)
+    >>> again = Recomputation({"y": exp, "z": add}, write)
     >>> again("z"), again("x"), again("y")
     exp ('x',)
     add ("y'", 1)

@@ -241,7 +241,7 @@ def attend(
             by = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
             result: Tensor = few_rows.attend(q, k, v, mask, by)
             return result
-        if few_rows.can_be_heads(q, k, v, mask, is_causal):
+        if few_rows.can_be_heads(q, k, v, mask, is_causal, enable_gqa):
             heads = few_rows.as_heads(q)
             result = _F.scaled_dot_product_attention(
                 heads, k, v, mask, scale=scale, enable_gqa=True

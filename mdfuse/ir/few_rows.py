@@ -53,15 +53,17 @@ def fits(
     is_alike = k.shape[:3] == v.shape[:3] and q.shape[::3] == k.shape[::3]
     is_small = q.shape[1] // k.shape[1] * q.shape[2] <= ROWS and math.prod(k.shape[:3]) <= KEYS
     is_narrow = max(q.shape[3], v.shape[3]) <= _FEATURES
-    is_even = q.shape[1] % k.shape[1] == 0 if enable_gqa else q.shape[1] == k.shape[1]
+    is_even = _shares(q, k, enable_gqa)
     return is_plain and is_masked and is_alike and is_small and is_narrow and is_even
 
 
-def can_be_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
+def can_be_heads(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, enable_gqa: bool
+) -> bool:
     """Return whether rows may be heads of one row each, which cuDNN computes faster.
 
     Args:
-        q, k, v, mask, is_causal: as `fits` takes them.
+        q, k, v, mask, is_causal, enable_gqa: as `fits` takes them.
     """
     if q.device.type != "cuda" or is_causal or q.ndim != 4 or q.dtype not in _DTYPES[:2]:
         return False
@@ -70,9 +72,14 @@ def can_be_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal
     is_short = type(q.shape[2]) is int and 1 < q.shape[2] <= ROWS
     is_mask_alike = mask is None or (mask.ndim == 4 and tuple(mask.shape[1:3]) == (1, 1))
     may_cudnn = all(x.shape[3] % 8 == 0 and x.shape[3] <= 128 for x in (q, v))
-    is_even = 0 < k.shape[1] == v.shape[1] and q.shape[1] % k.shape[1] == 0  # none broadcasts
+    is_even = 0 < k.shape[1] == v.shape[1] and _shares(q, k, enable_gqa)  # none broadcasts
     is_alike = q.shape[0] == k.shape[0] == v.shape[0]
     return is_short and is_mask_alike and may_cudnn and is_even and is_alike
+
+
+def _shares(q: Tensor, k: Tensor, enable_gqa: bool) -> bool:
+    """Return whether heads of keys serve as many of queries each: one without `enable_gqa`."""
+    return q.shape[1] % k.shape[1] == 0 if enable_gqa else q.shape[1] == k.shape[1]
 
 
 def as_heads(q: Tensor) -> Tensor:

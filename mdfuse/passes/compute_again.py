@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from mdfuse.errors import BACKWARD, RECOMPUTED
-from mdfuse.ir.again import Again
+from mdfuse.ir.again import Recomputation
 from mdfuse.ir.graph import Expr, Fusion, Operand, Value, fresh_name
 from mdfuse.ir.ops import TABLE
 
@@ -46,14 +46,18 @@ def run(fusion: Fusion) -> Fusion:
         exprs.append(replace(expr, inputs=inputs, outputs=(new,), source=line))
         return [new]
 
-    later, casts, behind = Again(made_by, write), dict[str, Expr](), Again({}, write)
+    later, casts, behind = (
+        Recomputation(made_by, write),
+        dict[str, Expr](),
+        Recomputation({}, write),
+    )
     for expr in fusion.exprs:
         is_inside = expr.op != "set" and fusion.values[expr.outputs[0]].stream is not None
         inputs = tuple(map(later, expr.inputs)) if id(expr) in backward else expr.inputs
         inputs = tuple(map(behind, inputs)) if is_inside else inputs
         exprs.append(expr if inputs == expr.inputs else replace(expr, inputs=inputs))
         if _cuts(fusion, expr):
-            behind = Again(dict(casts), write)
+            behind = Recomputation(dict(casts), write)
         elif _is_wide(fusion, expr):
             casts[expr.output] = expr
     is_new = len(exprs) > len(fusion.exprs)

@@ -246,13 +246,13 @@ def _uneven_counts(fusion: Fusion, expr: Expr, count: int) -> LoweringError:
     """Return the refusal of microbatches that have other numbers of tokens than each other."""
     ids = expr.reads[0]
     parts = {b - a for _, (a, b) in fusion.layout(ids).chunks_of(0, fusion.values[ids].shape[0])}
-    rows = " or ".join(map(str, sorted(parts)))
+    rows, both = (f" {x} ".join(map(str, sorted(parts))) for x in ("or", "and"))
     return _refused(
         fusion,
         fusion.values[expr.outputs[0]],
         f"ranks have {rows} rows, which {count} microbatches do not share out alike: counted rows "
         "of each have buffers of one size",
-        hint=f"as many microbatches as divide {rows}, or a batch that is filled up to that",
+        hint=f"as many microbatches as divide {both}, or a batch that is filled up to that",
     )
 
 

@@ -6,7 +6,7 @@ dim labels. Every pass that needs the answer asks here again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence, Set
+from collections.abc import Collection, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import is_
@@ -109,56 +109,33 @@ def is_view(expr: Expr) -> bool:
 
 def viewed_as(view: Expr, values: Mapping[str, Value], layout: Layout) -> Layout | None:
     """Return the layout of a view of its operand in a layout; None where that must move."""
-    return _of_view(_viewed_as, view, values, layout)
-
-
-def viewed_from(view: Expr, values: Mapping[str, Value], layout: Layout) -> Layout | None:
-    """Return the layout of its operand of which a view has a layout; None where there is none."""
-    return _of_view(_viewed_from, view, values, layout)
-
-
-#: What a layout of a view's operand, or of the view, leads to.
-_Find = Callable[[Expr, Mapping[str, Value], Layout], Layout | None]
-
-
-def _of_view(find: _Find, view: Expr, values: Mapping[str, Value], layout: Layout) -> Layout | None:
-    """Return a layout that shapes and another layout lead to, and which a view like it has."""
-    if active_assumptions() is not None:
-        return find(view, values, layout)
-    x, out = values[view.reads[0]], values[view.outputs[0]]
-    types = x.shape, x.dtype, x.expanded, out.shape, out.dtype, out.expanded
-    key = find, view.op, view.attrs, types, layout
-    answer = VIEWED.find(key)
-    if answer is None:
-        answer = (find(view, values, layout),)
-        VIEWED.put(key, answer)
-    return answer[0]
-
-
-def _viewed_as(view: Expr, values: Mapping[str, Value], layout: Layout) -> Layout | None:
     (operand,) = view.reads
     read = replace(values[operand], layout=layout, copies=())
-    strategy = _chosen(view, {operand: read, view.output: values[view.output]}, (None,))
+    strategy = _of_view(view, read, values[view.output], None)
     is_read_so = strategy is not None and strategy.wanted[operand] == layout
     return strategy.result if strategy is not None and is_read_so else None
 
 
-def _viewed_from(view: Expr, values: Mapping[str, Value], layout: Layout) -> Layout | None:
+def viewed_from(view: Expr, values: Mapping[str, Value], layout: Layout) -> Layout | None:
+    """Return the layout of its operand of which a view has a layout; None where there is none."""
     (operand,) = view.reads
     open_operand = replace(values[operand], layout=None, copies=())
-    strategy = _chosen(view, {operand: open_operand, view.output: values[view.output]}, (layout,))
+    strategy = _of_view(view, open_operand, values[view.output], layout)
     if strategy is None or strategy.result != layout:
         return None
     before = strategy.wanted[operand]
-    return before if _viewed_as(view, values, before) == layout else None
+    return before if viewed_as(view, values, before) == layout else None
+
+
+def _of_view(view: Expr, operand: Value, out: Value, law: Layout | None) -> Strategy | None:
+    """Return what `choose` does, and leave alone its last answer to the view's real question."""
+    ask = _known if active_assumptions() is None else _chosen
+    return ask(view, {operand.name: operand, out.name: out}, (law,))
 
 
 #: What was chosen: layouts of the operands and of the results. Passes ask several times about an
 #: expression, and layers of a model ask the same.
 CHOICES: Cache[tuple[tuple[Layout, ...], tuple[Layout, ...]]] = Cache(limit=16384)
-
-#: The layouts that views lead to, by views and other layouts.
-VIEWED: Cache[tuple[Layout | None]] = Cache(limit=4096)
 
 #: The labels of dims, by op, shapes and attributes.
 LABELS: Cache[DimMap] = Cache(limit=16384)

@@ -15,6 +15,6 @@ from mdfuse.reshard.steps import (
 )
 
 __all__ = [
-    "Carriers", "Local", "Step", "arrivals", "cost", "costs", "elements_received",
-    "extra",    "in_fewer_posts", "received", "steps", "with_type",
+    "Carriers", "Local", "Step", "arrivals", "cost", "costs", "elements_received", "extra",
+    "in_fewer_posts", "received", "steps", "with_type",
 ]  # fmt: skip

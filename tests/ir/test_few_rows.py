@@ -85,7 +85,8 @@ def test_rows_as_heads(heads: int, shared: int, has_mask: bool) -> None:
 @pytest.mark.parametrize(
     ("changes", "fits"),
     [
-        ({}, True), ({"q": (2, 8, 1, 64)}, False), ({"q": (2, 8, 17, 64)}, False),
+        ({}, True), ({"enable_gqa": False}, False),
+        ({"q": (2, 8, 1, 64)}, False), ({"q": (2, 8, 17, 64)}, False),
         ({"dtype": torch.float32}, False), ({"device": "cpu"}, False), ({"mask": None}, True),
         ({"mask": (2, 1, 4, 40)}, False), ({"mask": (2, 8, 1, 40)}, False),
         ({"q": (8, 4, 64)}, False), ({"k": (1, 2, 40, 64)}, False), ({"is_causal": True}, False),
@@ -102,7 +103,8 @@ def test_rows_that_can_be_heads(changes: dict[str, Any], fits: bool) -> None:
         mask = case["mask"]
         if mask is not None:
             mask = torch.empty(mask, dtype=torch.bool, device=case["device"])
-        assert few_rows.can_be_heads(q, k, v, mask, case.get("is_causal", False)) is fits
+        gqa = case.get("enable_gqa", True)
+        assert few_rows.can_be_heads(q, k, v, mask, case.get("is_causal", False), gqa) is fits
 
 
 @pytest.mark.gpu(1)
