@@ -19,6 +19,8 @@ from mdfuse.frontend.importing import metadata
 
 #: The name of the link.
 NAME = "newest"
+#: Ends the name of a checkpoint that is being removed.
+_REMOVED = ".removed"
 
 
 def check(call: str, folder: Path, keep: object, portable: bool) -> int | None:
@@ -81,6 +83,8 @@ def point(folder: Path, keep: int) -> None:
     files.sync_folder(folder.parent)
     for old in _older(folder)[keep - 1 :]:
         _remove(old)
+    for removed in _removed_in_part(folder):
+        _clear(removed)
 
 
 def newest(folder: Path) -> Path | None:
@@ -107,11 +111,11 @@ def _older(folder: Path) -> list[Path]:
 
     One that is not whole is the last: nobody writes it any more.
     """
-    name = re.sub(r"\d+", "#", folder.name)
+    name = _without_numbers(folder)
     alike = [
         x
         for x in folder.parent.iterdir()
-        if re.sub(r"\d+", "#", x.name) == name and x.name != folder.name and x.is_dir()
+        if _without_numbers(x) == name and x.name != folder.name and x.is_dir()
         if _is_whole(x) or any(x.glob("__*_0.distcp"))
     ]
     return sorted((x for x in alike if not x.is_symlink()), key=_written, reverse=True)
@@ -127,6 +131,25 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a checkpoint, which is none from the first moment on."""
-    (folder / metadata.NAME).unlink(missing_ok=True)
-    shutil.rmtree(folder)
+    """Remove a checkpoint: it loses its name in one step, so that a death leaves no part of it."""
+    removed = folder.with_name(f"{folder.name}{_REMOVED}")
+    if removed.exists():
+        _clear(removed)
+    folder.replace(removed)
+    _clear(removed)
+
+
+def _clear(removed: Path) -> None:
+    """Remove the files: the one first without which the others are no checkpoint."""
+    (removed / metadata.NAME).unlink(missing_ok=True)
+    shutil.rmtree(removed)
+
+
+def _removed_in_part(folder: Path) -> list[Path]:
+    """Return the folders whose removal a death has cut short, of checkpoints named like one."""
+    name = f"{_without_numbers(folder)}{_REMOVED}"
+    return [x for x in folder.parent.iterdir() if x.is_dir() and _without_numbers(x) == name]
+
+
+def _without_numbers(folder: Path) -> str:
+    return re.sub(r"\d+", "#", folder.name)
