@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+import torch
+
+from mdfuse.errors import DefinitionError
 from mdfuse.torch_private import pytree
 
 
@@ -59,6 +62,31 @@ def key_text(path: Sequence[Any]) -> str:
     """Return the keys of a path, joined by dots: of dicts their keys, of lists their places."""
     kinds = {pytree.SequenceKey: "idx", pytree.MappingKey: "key", pytree.GetAttrKey: "name"}
     return ".".join(str(getattr(key, kinds[type(key)])) for key in path)
+
+
+def tensor_inside(leaf: Any) -> str | None:
+    """Return the attribute that holds a tensor of an object that is no tree; None for no such.
+
+    >>> import torch
+    >>> from types import SimpleNamespace
+    >>> tensor_inside(SimpleNamespace(scale=2, tables=[torch.ones(3)])), tensor_inside("scale")
+    ('tables', None)
+    """
+    return next((n for n, x in getattr(leaf, "__dict__", {}).items() if _has_tensor(x)), None)
+
+
+def tensor_in_constant(name: str, x: Any, attribute: str) -> DefinitionError:
+    """Return the error of an argument for whose tensor a program would have a constant."""
+    return DefinitionError(
+        f"{type(x).__name__} for {name}",
+        because=f"its {attribute} holds a tensor, whose numbers would be constants of the program",
+        hint="pass tensors, or a tuple, dict or dataclass of them; or name the class to "
+        "torch.utils._pytree.register_pytree_node",
+    )
+
+
+def _has_tensor(tree: Any) -> bool:
+    return any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(tree))
 
 
 def _is_record(x: Any) -> bool:

@@ -23,7 +23,7 @@ from mdfuse.mesh import as_mesh
 from mdfuse.names import as_name
 from mdfuse.runs.arguments import has_dtensors
 from mdfuse.torch_private import spec_of, untraced
-from mdfuse.trees import flattened, key_text, unflattened
+from mdfuse.trees import flattened, key_text, tensor_in_constant, tensor_inside, unflattened
 
 if TYPE_CHECKING:
     from mdfuse.compiled.program import Program
@@ -334,7 +334,13 @@ def _with_specs(bound: inspect.BoundArguments) -> inspect.BoundArguments:
 
 
 def _defined(fd: FusionDefinition, name: str, x: Any) -> Any:
-    """Define the input of a spec, and return it; return any other argument as it is."""
+    """Define the input of a spec, and return it; return any other argument as it is.
+
+    Raises:
+        DefinitionError: it holds a tensor.
+    """
+    if (attribute := tensor_inside(x)) is not None:
+        raise tensor_in_constant(name, x, attribute)
     if not isinstance(x, TensorSpec):
         return x
     mesh, name = as_mesh(x.mesh), as_name(name.replace(".", "_"), "in")

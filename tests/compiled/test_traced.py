@@ -253,3 +253,19 @@ def test_calls_on_dtensors(alone: TorchMesh) -> None:
     with mf.FusionDefinition("other") as fd:
         fd.add_output(fd.define_tensor([2]) * 2.0)
         assert type(layer(a, b)) is DTensor
+
+
+def test_an_object_that_holds_tensors_is_no_constant() -> None:
+    @mf.fusion
+    def scaled(x: Any, by: Any) -> Any:
+        return x * by.scale
+
+    spec = mf.TensorSpec((4,))
+    assert scaled.define(spec, _Scale(2.0)).outputs
+    with pytest.raises(mf.DefinitionError, match="its scale holds a tensor"):
+        scaled.define(spec, _Scale(torch.ones(4)))
+
+
+class _Scale:
+    def __init__(self, scale: Any) -> None:
+        self.scale = scale

@@ -29,7 +29,7 @@ from mdfuse.frontend.plain import brief
 from mdfuse.frontend.spec import TensorSpec
 from mdfuse.names import as_name
 from mdfuse.torch_private import late_code, writes
-from mdfuse.trees import flattened, key_text, unflattened
+from mdfuse.trees import flattened, key_text, tensor_in_constant, tensor_inside, unflattened
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +206,9 @@ def _captured(
     held = chain(module.parameters(), module.buffers())
     device = next((x.device for x in held), torch.device("cpu"))
     paths, structure = flattened((tuple(args), dict(kwargs or {})))
+    for path, x in paths:
+        if (attribute := tensor_inside(x)) is not None:
+            raise tensor_in_constant(_argument_names(module, [path], args)[0], x, attribute)
     leaves = [_example(x, device) for _, x in paths]
     whole = _Whole(module, leaves, structure, noted)
     tensors = tuple(x for x in leaves if isinstance(x, Tensor))

@@ -272,3 +272,24 @@ def test_a_mask_that_is_known_is_a_shape() -> None:
     model = mf.from_torch(Masked(), (X,), mesh=TP, layouts={"input:x": {"tp": Shard(0)}})
     found = mf.simulate(model.compile(), [*model.load(), X]).outputs
     torch.testing.assert_close(found[0], Masked()(X))
+
+
+class Tables:
+    """No tree: torch does not know what is in it."""
+
+    def __init__(self, *tables: Tensor) -> None:
+        self.scale, self.tables = 2.0, {"all": [*tables]}
+
+
+class ByTables(nn.Module):
+    def forward(self, x: Tensor, *, tables: Tables) -> Tensor:
+        return sum(tables.tables["all"], x) * tables.scale
+
+
+def test_an_object_that_holds_tensors_is_no_constant() -> None:
+    """Its numbers would stand in the program, and those of later runs would be read by nobody."""
+    with pytest.raises(DefinitionError, match=r"Tables for tables") as error:
+        mf.from_torch(ByTables(), (X,), {"tables": Tables(X)}, mesh=TP)
+    assert "its tables holds a tensor" in str(error.value)
+    model = mf.from_torch(ByTables(), (X,), {"tables": (without := Tables())}, mesh=TP)
+    torch.testing.assert_close(run(model, X, tables=without), X * 2)
