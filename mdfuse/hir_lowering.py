@@ -237,7 +237,7 @@ def host_program(
     """Return the global host program of a prepared fusion and its sections; see `emit`."""
     options = options_from_environment(options)
     carriers = backend_choice(options.backend).carriers
-    host = emit(fusion, sections, stated, pipeline, carriers)
+    host = emit(fusion, sections, stated, pipeline, carriers, options.counts)
     return _passed(host, HOST_PASSES, options)
 
 
@@ -263,7 +263,8 @@ def with_rooms(
     sections = segment(prepared, should_merge)
     at = [name for name, _ in HOST_PASSES].index(hoist_posts.name)
     carriers = backend_choice(options.backend).carriers
-    host = _passed(emit(prepared, sections, carriers=carriers), HOST_PASSES[:at], options)
+    emitted = emit(prepared, sections, carriers=carriers, counts=options.counts)
+    host = _passed(emitted, HOST_PASSES[:at], options)
     each = (replace(options, prefetch_bytes=room) for room in rooms)
     return sections, [_passed(host, HOST_PASSES[at:], x) for x in each]
 
