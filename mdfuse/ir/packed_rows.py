@@ -31,6 +31,11 @@ class Blocks:
     groups: int
     width: int
 
+    @property
+    def number(self) -> int:
+        """The number of blocks."""
+        return (self.parts[1] - self.parts[0]) * self.groups
+
     def sizes(self, n: Tensor) -> Tensor:
         """Return how many rows there are of each part and group, one after the other."""
         here = n[slice(*self.parts), slice(*self.experts)]

@@ -3,8 +3,8 @@
 A fetched value is a table of sums on the host: of all parts and experts in front of each place.
 So the rows of a box of parts and experts follow from four numbers of it.
 Buffers of counted rows are as long as their rows: their bound counts for estimates alone.
-Where nothing fetches the counts, buffers are as long as their bound, and rows are taken by the counts on
-the device: see `mdfuse.ir.packed_rows`.
+Where nothing fetches the counts, buffers are as long as their bound, and rows are taken by the
+counts on the device: see `mdfuse.ir.packed_rows`.
 """
 
 from __future__ import annotations
@@ -177,7 +177,13 @@ def pack(i: Instruction, context: Context) -> list[Line]:
     kind, source = context.type(output), context.ref(operand)
     args, target = (source, context.ref(counts)), context.ref(output)
     if not _is_exact(i, context):
-        run = partial(packed_rows.pack, blocks=blocks_of(context.type(operand), kind, context.rank))
+        blocks = blocks_of(context.type(operand), kind, context.rank)
+        before, after = context.local(operand), context.local(output)
+        is_block = blocks.number == 1 and math.prod(before) == math.prod(after)
+        if is_block and not context.has_buffer(output):
+            shares = (source.slot,)
+            return [Line(run="reshape", args=(source, after), into=target.slot, shares=shares)]
+        run = partial(packed_rows.pack, blocks=blocks)
         return [*empty(output, None, context), Line(run=run, args=(target, *args))]
     rows = rows_of(cells_of(context.type(operand), kind, context.rank), kind.shape[1])
     dims = len(context.local(operand)) - len(context.local(output))
@@ -205,7 +211,9 @@ def unpack(i: Instruction, context: Context) -> list[Line]:
     kind, shape = context.type(operand), context.local(output)
     args = (context.ref(operand), context.ref(counts))
     if not _is_exact(i, context):
-        run = partial(packed_rows.unpack, blocks=blocks_of(context.type(output), kind, context.rank))
+        run = partial(
+            packed_rows.unpack, blocks=blocks_of(context.type(output), kind, context.rank)
+        )
         return [*empty(output, None, context), Line(run=run, args=(context.ref(output), *args))]
     rows = rows_of(cells_of(context.type(output), kind, context.rank), kind.shape[1])
     dims = len(shape) - len(context.local(operand))

@@ -51,9 +51,7 @@ def emit_fetches(out: Emitter, names: Mapping[str, str]) -> None:
         n, source = out.types[root], values[value].source
         assert n.layout is not None
         whole = Layout(n.layout.mesh, {}, None, n.layout.stream)
-        known, limit = _all(out, root), _limit(out.fusion, value)
-        if limit is not None:
-            out.limits[counted(root)] = limit
+        known = _all(out, root)
         gather = Expr(op="set", inputs=(root,), outputs=(known,), source=source)
         emit_steps(out, gather, root, n.layout, whole, n.shape, known)
         stays = rows is not None and out.counts == "device"
@@ -67,14 +65,6 @@ def emit_fetches(out: Emitter, names: Mapping[str, str]) -> None:
         out.op("fetch", name, kind, (known,), where, most=most, **each)
         if stays and values[value].stream is None:
             out.last.append(out.code.pop())
-
-
-def _limit(fusion: Fusion, value: str) -> int | None:
-    """Return the most rows of a part for an expert that counts leave, or that a fetch allows."""
-    stated, made = fusion.capacities.get(value), fusion.producers.get(value)
-    if stated is not None:
-        return int(stated.kwargs["capacity"])
-    return made.kwargs["max"] if made is not None and made.op == "clamp" else None
 
 
 def _most(rows: Value | None, experts: int, each: int | None = None) -> int:
@@ -182,7 +172,7 @@ def _exchange(
         dim=dims[0],
         to_dim=dims[1],
     )
-    into = BufferType(dtype=kind.dtype, shape=kind.shape, layout=after, counts=kind.counts)
+    into = replace(kind, layout=after)
     out.op("alloc", name, into, (kind.counts,), expr.source)
     handle = out.handle()
     out.code += [
@@ -209,10 +199,10 @@ def _exchange_blocks(
     """Append an exchange of as many rows as one rank may have for another."""
     kind = out.types[current]
     assert kind.layout is not None and kind.counts is not None
-    before, (parts, experts, bound, *inner) = kind.layout, kind.shape
+    before, (parts, experts, _, *inner) = kind.layout, kind.shape
     groups, rows = before.mesh.axis_size(axis), before.local_shape(kind.shape)[2]
-    if kind.counts in out.limits:
-        rows = min(rows, out.limits[kind.counts] * -(-experts // groups))
+    if kind.each is not None:
+        rows = min(rows, kind.each * -(-experts // groups))
     chunks = before.stream.count if before.stream is not None else 1
     shape = (parts, groups, rows * chunks, *inner)
     blocks = BufferType(dtype=kind.dtype, shape=shape, layout=before)
@@ -234,7 +224,7 @@ def _reshard(out: Emitter, expr: Expr, current: str, after: Layout, name: str) -
     assert source is not None and target is not None
     shape = out.types[plain].shape
     there = emit_steps(out, expr, plain, source, target, shape, _name(out, f"{name}.lined"))
-    into = BufferType(dtype=kind.dtype, shape=kind.shape, layout=after, counts=kind.counts)
+    into = replace(kind, layout=after)
     _pack(out, there, name, into, expr.source)
     return name
 

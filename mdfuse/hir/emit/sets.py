@@ -44,8 +44,6 @@ class Emitter:
     carriers: Carriers = ()
     #: where ranks know how many rows go to experts
     counts: Literal["host", "device"] = "host"
-    #: counts -> the most rows of a part for an expert
-    limits: dict[str, int] = field(default_factory=dict)
     #: the code in front of the return
     last: list[Instruction] = field(default_factory=list)
     posts: int = 0
@@ -115,8 +113,10 @@ class Emitter:
 
 def value_type(value: Value) -> BufferType:
     """Return the type of the buffer that holds a fusion value."""
-    counts = f"{value.rows}.counted" if value.is_counted else None
-    return BufferType(dtype=value.dtype, shape=value.shape, layout=value.layout, counts=counts)
+    kind = BufferType(dtype=value.dtype, shape=value.shape, layout=value.layout)
+    if not value.is_counted:
+        return kind
+    return replace(kind, counts=f"{value.rows}.counted", each=value.each)
 
 
 def local(expr: Expr) -> Instruction:

@@ -165,7 +165,17 @@ class _Counts:
         bound = layout.local_shape(kind.shape)[2]
         if most > bound:
             return f"a part may have {most} rows by its fetch, and {bound} by its type"
-        return None
+        return self.each_problem(kind)
+
+    def each_problem(self, kind: BufferType) -> str | None:
+        """Return why there may be more rows at a place than a type has room for; None: no."""
+        if kind.each is None:
+            return None
+        most = self.limit(kind.counts or "")
+        if most is not None and most <= kind.each:
+            return None
+        what = "any number of" if most is None else str(most)
+        return f"{what} rows of a part for an expert may be there, and it has room for {kind.each}"
 
     # -- instructions ----------------------------------------------------------------------------
 
@@ -187,6 +197,8 @@ class _Counts:
         if i.op != "free" and others:
             return f"{i.fn or i.op} takes %{others[0]}, a fetched value"
         rows = [x for x in (*i.reads, *i.outputs) if self.is_counted(x)]
+        if len({self.program.types[x].each for x in rows}) > 1:
+            return f"{i.fn or i.op} of rows with other bounds"
         by = {self.program.types[x].counts for x in rows} | given
         if i.op in ("free", "launch"):
             return None
@@ -216,16 +228,16 @@ class _Counts:
         if not is_grouped(whole, rows):
             return None
         most, room = (_layout(k).local_shape(k.shape)[2] for k in (rows, whole))
-        each = self.limit(i.reads[1])
-        if each is not None:
-            most = min(most, each * group_size(whole, rows))
+        if rows.each is not None:
+            most = min(most, rows.each * group_size(whole, rows))
         if room >= most:
             return None
         return f"{most} rows of a part for a group may be there, and it has room for {room}"
 
     def limit(self, counts: str) -> int | None:
         """Return the most rows of a part for an expert: of a fetch, or of counts that are cut."""
-        of = self.origins(counts)
+        own = self.fetches.get(counts)
+        of = self.origins(counts if own is None else own.reads[0])
         limits = [
             i.kwargs["each"]
             for i in self.fetches.values()
@@ -286,8 +298,9 @@ class _Counts:
         makers = self.makers.get(i.reads[0], ()) if i.op == "pack_rows" else ()
         readers = self.readers.get(i.outputs[0], ()) if i.op == "unpack_rows" else ()
         for j in (i, *makers, *readers):
-            # Ids may have the shape of counts, which are behind them.
-            for x in j.reads[2 if j.fn in _OF_IDS else 0 :] if j.fn else ():
+            # Ids may have the shape of counts, which are behind them; units are walked, too.
+            is_call = j.fn and j.op != "launch"
+            for x in j.reads[2 if j.fn in _OF_IDS else 0 :] if is_call else ():
                 kind = self.program.types.get(x)
                 if kind is not None and kind.shape == shape and not kind.dtype.is_floating_point:
                     yield x
