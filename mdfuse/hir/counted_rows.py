@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from mdfuse.communication import Communication
 from mdfuse.hir.instructions import counts_of
-from mdfuse.ir.packed_rows import Blocks
+from mdfuse.ir.packed_rows import RowBlocks
 from mdfuse.layouts.boxes import Interval, box_size, intersect, nth_chunk
 
 if TYPE_CHECKING:
@@ -54,13 +54,13 @@ def cells_of(plain: BufferType, kind: BufferType, rank: int) -> tuple[Cell, ...]
     return tuple(((p, p + 1), group) for p in range(start, stop) for group in groups)
 
 
-def blocks_of(plain: BufferType, kind: BufferType, rank: int) -> Blocks:
+def blocks_of(plain: BufferType, kind: BufferType, rank: int) -> RowBlocks:
     """Return how the cells of a rank's plain buffer lie among all counts; see `cells_of`."""
     parts, experts = cell_of(kind, rank)
     if not is_grouped(plain, kind):
-        return Blocks(parts=parts, experts=experts, groups=1, width=box_size((experts,)))
+        return RowBlocks(parts=parts, experts=experts, groups=1, width=box_size((experts,)))
     groups = box_size(plain.box(rank)[1:2])
-    return Blocks(parts=parts, experts=experts, groups=groups, width=group_size(plain, kind))
+    return RowBlocks(parts=parts, experts=experts, groups=groups, width=group_size(plain, kind))
 
 
 def is_grouped(plain: BufferType, kind: BufferType) -> bool:

@@ -16,7 +16,7 @@ from mdfuse.ir import groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Blocks:
+class RowBlocks:
     """A rank's parts of rows, each in groups of experts, which lie at places of their own.
 
     Attributes:
@@ -38,12 +38,12 @@ class Blocks:
 
     def sizes(self, n: Tensor) -> Tensor:
         """Return how many rows there are of each part and group, one after the other."""
-        here = n[slice(*self.parts), slice(*self.experts)]
-        here = pad(here, (0, self.groups * self.width - here.shape[1]))
-        return here.reshape(here.shape[0], self.groups, self.width).sum(2).flatten()
+        counts = n[slice(*self.parts), slice(*self.experts)]
+        counts = pad(counts, (0, self.groups * self.width - counts.shape[1]))
+        return counts.reshape(counts.shape[0], self.groups, self.width).sum(2).flatten()
 
 
-def pack(out: Tensor, x: Tensor, n: Tensor, *, blocks: Blocks) -> None:
+def pack(out: Tensor, x: Tensor, n: Tensor, *, blocks: RowBlocks) -> None:
     """Take the rows that are there one after the other; the host knows no number of them.
 
     Args:
@@ -67,7 +67,7 @@ def pack(out: Tensor, x: Tensor, n: Tensor, *, blocks: Blocks) -> None:
     _take(out, places, block * room + at, is_there & (at < room))
 
 
-def unpack(out: Tensor, x: Tensor, n: Tensor, *, blocks: Blocks) -> None:
+def unpack(out: Tensor, x: Tensor, n: Tensor, *, blocks: RowBlocks) -> None:
     """Put rows at the beginnings of their blocks, zeros behind them; see `pack`."""
     places, sizes = out.view(-1, *x.shape[1:]), blocks.sizes(n)
     if not (places.numel() and x.numel() and sizes.numel()):

@@ -50,10 +50,10 @@ def _capacities(fusion: Fusion) -> dict[str, int]:
     for e in fusion.exprs:
         if e.op == "group_rows":
             root = _root(fusion, e.reads[2])
-            made = fusion.producers.get(root)
+            producer = fusion.producers.get(root)
             stated = [e.kwargs["capacity"]] if "capacity" in e.kwargs else []
-            if made is not None and made.op == "clamp":
-                stated.append(made.kwargs["max"])
+            if producer is not None and producer.op == "clamp":
+                stated.append(producer.kwargs["max"])
             for n in stated:
                 limits[root] = min(n, limits.get(root, n))
     return limits

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import compiled_suite
 from helpers.oracle import check_everywhere
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,7 +22,7 @@ from mdfuse.hir.text.parser import parse
 from mdfuse.hir.uncapturable import eager
 from mdfuse.hir.verify.check import verify
 from mdfuse.ir import groups, packed_rows
-from mdfuse.ir.packed_rows import Blocks
+from mdfuse.ir.packed_rows import RowBlocks
 
 DEVICE = mf.Options(counts="device", poison=True)
 D, H = 6, 5
@@ -127,7 +128,7 @@ def test_rows_over_a_capacity_are_dropped(name: str, most: int) -> None:
 
 
 def test_a_capacity_bounds_bytes_and_memory() -> None:
-    """Blocks, and buffers of experts, have room for the capacity, not for all tokens."""
+    """RowBlocks, and buffers of experts, have room for the capacity, not for all tokens."""
     t, e, ep, k = 64, 8, 4, 2
     bound = t // ep * k
 
@@ -230,6 +231,21 @@ def test_no_number_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         mf.simulate(host, values)
 
 
+def test_units_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of counted rows are in units with what is beside them, as on a GPU."""
+    axes, t, e, ids = CASES["dp x ep"]
+    refused = sum(compiled_suite.REFUSED.values())
+    monkeypatch.setattr(groups, "may_look", lambda _: False)
+    with compiled_suite.launches():
+        options = mf.Options(counts="device", compile="always")
+        program = mf.compile(layer(axes, t, e, 2, capacity=2, drop=True), options)
+        values = given(t, e, ids)
+        check_everywhere(program, values, by_loop(values, 4, 2))
+    units = [{j.fn for j in i.body} for i in program.host.walk() if i.op == "launch"]
+    assert any({"rows_mm", "spread_rows", "mask_rows"} <= unit for unit in units)
+    assert sum(compiled_suite.REFUSED.values()) == refused
+
+
 # -- blocks ----------------------------------------------------------------------------------------
 
 N = torch.tensor([[1, 0, 2], [0, 3, 1], [0, 0, 0]])
@@ -239,7 +255,7 @@ N = torch.tensor([[1, 0, 2], [0, 3, 1], [0, 0, 0]])
 @pytest.mark.parametrize("inner", [(), (2,), (2, 3)])
 def test_blocks_of_rows(room: int, inner: tuple[int, ...]) -> None:
     """Rows that a block has no room for are zeros; all others come back."""
-    blocks = Blocks(parts=(0, 3), experts=(0, 3), groups=2, width=2)
+    blocks = RowBlocks(parts=(0, 3), experts=(0, 3), groups=2, width=2)
     x = torch.randn(9, *inner)
     out = torch.full((3, 2, room, *inner), torch.nan)
     packed_rows.unpack(out, x, N, blocks=blocks)

@@ -236,8 +236,8 @@ class _Counts:
 
     def limit(self, counts: str) -> int | None:
         """Return the most rows of a part for an expert: of a fetch, or of counts that are cut."""
-        own = self.fetches.get(counts)
-        of = self.origins(counts if own is None else own.reads[0])
+        fetch = self.fetches.get(counts)
+        of = self.origins(counts if fetch is None else fetch.reads[0])
         limits = [
             i.kwargs["each"]
             for i in self.fetches.values()
