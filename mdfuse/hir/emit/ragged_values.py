@@ -192,19 +192,19 @@ def _exchange_blocks(
     expr: Expr,
     current: str,
     axis: str,
-    dims: tuple[int, int],
+    _: tuple[int, int],
     after: Layout,
     name: str,
 ) -> None:
     """Append an exchange of as many rows as one rank may have for another."""
     kind = out.types[current]
     assert kind.layout is not None and kind.counts is not None
-    before, (parts, experts, _, *inner) = kind.layout, kind.shape
+    before, (parts, experts) = kind.layout, kind.shape[:2]
     groups, rows = before.mesh.axis_size(axis), before.local_shape(kind.shape)[2]
     if kind.each is not None:
         rows = min(rows, kind.each * -(-experts // groups))
     chunks = before.stream.count if before.stream is not None else 1
-    shape = (parts, groups, rows * chunks, *inner)
+    shape = (parts, groups, rows * chunks, *kind.shape[3:])
     blocks = BufferType(dtype=kind.dtype, shape=shape, layout=before)
     sent, given = _name(out, f"{name}.sent"), (current, kind.counts)
     out.op("unpack_rows", sent, blocks, given, expr.source)
