@@ -114,6 +114,9 @@ class Options:
             exchanges positions for heads and back, where there are as many heads as ranks; "ring"
             sends them around while ranks compute; "auto" takes, for each of them, the form with
             the least bytes and work of the busiest rank.
+        counts: "host" fetches how many rows go to experts, so that buffers and posts have as many
+            rows as there are; "device" leaves the counts where they are: ranks exchange as many
+            rows as there may be, no host waits, and runs are captured as a whole.
         reduce_dtype: torch.float32 or torch.float64: sums of narrower floats that ranks hold parts
             of are cast to it before they are reduced, along every axis, and back after; not where
             ranks hold parts of the result, too. None: they are reduced as they are.
@@ -171,6 +174,7 @@ class Options:
     same_bits: bool = False
     logits_bytes: int = 1 << 28
     context: Literal["auto", "gather", "heads", "ring"] = "auto"
+    counts: Literal["host", "device"] = "host"
     reduce_dtype: Any = None
     streams: int = 4
     stream_policy: Literal["auto", "round_robin", "copy_compute"] = "auto"
@@ -316,6 +320,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "logits_bytes": (_is_bytes, "a chunk of logits has a number of bytes, 0 for all at once"),
     "context": _is_one_of("auto", "gather", "heads", "ring"),
+    "counts": _is_one_of("host", "device"),
     "overlap": _is_one_of("never", "auto", "measure"),
     "costs": (
         lambda value: isinstance(value, str) and bool(value),
@@ -373,6 +378,7 @@ _READ: dict[str, tuple[Any, str]] = {
         "bytes of logits that are computed together; 268435456 is the default, 0 for all",
     ),
     "context": (str, "attention whose positions are split: auto, gather, heads or ring"),
+    "counts": (str, "who knows how many rows go to experts: host or device"),
     "overlap": (
         str,
         "whether products and communications overlap by themselves: never, auto or measure",

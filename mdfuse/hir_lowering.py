@@ -155,7 +155,7 @@ def passes(
             steps.append((microbatches.name, cut))
         if name == drop_unread.name:
             # Needs all sets, which rows must be able to take, their streams, and no unread values.
-            steps.append((count_rows.name, count_rows.run))
+            steps.append((count_rows.name, partial(count_rows.run, on=options.counts)))
             # Needs to know which sets move counted rows; later passes keep the order.
             steps.append((fill_ways.name, fill_ways.run))
         if name == spread_streams.name and batch is None and options.logits_bytes:
@@ -237,7 +237,7 @@ def host_program(
     """Return the global host program of a prepared fusion and its sections; see `emit`."""
     options = options_from_environment(options)
     carriers = backend_choice(options.backend).carriers
-    host = emit(fusion, sections, stated, pipeline, carriers)
+    host = emit(fusion, sections, stated, pipeline, carriers, options.counts)
     return _passed(host, HOST_PASSES, options)
 
 
@@ -263,7 +263,8 @@ def with_rooms(
     sections = segment(prepared, should_merge)
     at = [name for name, _ in HOST_PASSES].index(hoist_posts.name)
     carriers = backend_choice(options.backend).carriers
-    host = _passed(emit(prepared, sections, carriers=carriers), HOST_PASSES[:at], options)
+    emitted = emit(prepared, sections, carriers=carriers, counts=options.counts)
+    host = _passed(emitted, HOST_PASSES[:at], options)
     each = (replace(options, prefetch_bytes=room) for room in rooms)
     return sections, [_passed(host, HOST_PASSES[at:], x) for x in each]
 

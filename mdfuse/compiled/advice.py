@@ -36,7 +36,7 @@ def advice(fusion: Fusion, options: Options | None = None) -> Iterator[str]:
         if size > _SHARE * total:
             yield from _lines(fusion, expr, size, total)
     yield from chunk_losses.explained(fusion, chosen.logits_bytes)
-    yield from count_rows.explained(fusion)
+    yield from count_rows.explained(fusion, chosen.counts)
     yield from fusion.notes
     yield from uneven_shares(fusion)
 

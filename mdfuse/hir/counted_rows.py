@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 
 from mdfuse.communication import Communication
 from mdfuse.hir.instructions import counts_of
-from mdfuse.layouts.boxes import Interval, box_size, intersect
+from mdfuse.ir.packed_rows import RowBlocks
+from mdfuse.layouts.boxes import Interval, box_size, intersect, nth_chunk
 
 if TYPE_CHECKING:
     from mdfuse.hir.program import BufferType, HostProgram, Instruction
@@ -36,10 +37,40 @@ def cell_of(kind: BufferType, rank: int) -> Cell:
     return parts, experts
 
 
-def parts_of(kind: BufferType, rank: int) -> tuple[Cell, ...]:
-    """Return the cell of each part of which a rank holds rows, in the order of the rows."""
+def cells_of(plain: BufferType, kind: BufferType, rank: int) -> tuple[Cell, ...]:
+    """Return the cells whose rows lie one behind the other in a rank's plain buffer.
+
+    Args:
+        plain: [parts,most,…], or [parts,groups,most,…] with groups of experts, cut as by
+            `torch.chunk`.
+        kind: of the rows that are counted.
+        rank: whose.
+    """
     (start, stop), experts = cell_of(kind, rank)
-    return tuple(((p, p + 1), experts) for p in range(start, stop))
+    groups = [experts]
+    if is_grouped(plain, kind):
+        each = (nth_chunk((0, kind.shape[1]), plain.shape[1], g) for g in range(plain.shape[1]))
+        groups = [*each][slice(*plain.box(rank)[1])]
+    return tuple(((p, p + 1), group) for p in range(start, stop) for group in groups)
+
+
+def blocks_of(plain: BufferType, kind: BufferType, rank: int) -> RowBlocks:
+    """Return how the cells of a rank's plain buffer lie among all counts; see `cells_of`."""
+    parts, experts = cell_of(kind, rank)
+    if not is_grouped(plain, kind):
+        return RowBlocks(parts=parts, experts=experts, groups=1, width=box_size((experts,)))
+    groups = box_size(plain.box(rank)[1:2])
+    return RowBlocks(parts=parts, experts=experts, groups=groups, width=group_size(plain, kind))
+
+
+def is_grouped(plain: BufferType, kind: BufferType) -> bool:
+    """Return whether a plain buffer has its rows by groups of experts."""
+    return len(plain.shape) == len(kind.shape)
+
+
+def group_size(plain: BufferType, kind: BufferType) -> int:
+    """Return how many experts the largest group has."""
+    return -(-kind.shape[1] // max(plain.shape[1], 1))
 
 
 @lru_cache(maxsize=1024)

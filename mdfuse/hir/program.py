@@ -55,6 +55,8 @@ class BufferType:
         counts: the fetched numbers that say how many rows of dim 2 are there at each place of the
             dims 0 and 1; only these rows are stored, one after the other. At each place of dim 0
             there are at most as many in all as dim 2 has.
+        each: the most of these rows at one place; None: any. Where the host does not know the
+            counts, buffers have room for as many.
     """
 
     dtype: torch.dtype
@@ -63,6 +65,7 @@ class BufferType:
     padding: Padding | None = None
     flat: bool = False
     counts: str | None = None
+    each: int | None = None
 
     def box(self, rank: int) -> Box:
         """Return the part of the whole that a rank holds, without padding; see `Layout.box_at`."""
@@ -85,7 +88,8 @@ class BufferType:
             return ()
         shape = self.layout.local_shape(self.shape, rank)
         if self.counts is not None:
-            return (shape[0] * shape[2], *shape[3:])
+            rows = shape[2] if self.each is None else min(shape[2], self.each * shape[1])
+            return (shape[0] * rows, *shape[3:])
         if self.padding is not None:
             shape = self._padded(self.padding, shape, rank)
         return (math.prod(shape),) if self.flat else shape

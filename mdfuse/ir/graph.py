@@ -86,6 +86,7 @@ class Value:
         rows: the counts, [parts,experts], of rows of dim 2 that are there; the others are zero.
             None: all are there.
         is_counted: whether these rows alone are stored; `mdfuse.passes.count_rows` decides it.
+        each: the most of them at a place, where buffers have room for no more; None: any.
         source: the user's line.
     """
 
@@ -103,6 +104,7 @@ class Value:
     stream: Stream | None = None
     rows: str | None = None
     is_counted: bool = False
+    each: int | None = None
     source: Source | None = None
 
     @property

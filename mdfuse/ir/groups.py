@@ -65,8 +65,8 @@ def multiply_grad(
         return torch_private.grouped_mm(x[places].T, ct[places], (own_ends - starts[0]).int())
     result = x.new_zeros((count, x.shape[1], ct.shape[1]))
     for i, (a, b, mask) in enumerate(_groups(x, count, ends, rows, part)):
-        given = x[a:b] if mask is None else torch.where(mask, x, 0)
-        result[i] = given.T @ ct[a:b]
+        left, right = (t[a:b] if mask is None else torch.where(mask, t, 0) for t in (x, ct))
+        result[i] = left.T @ right
     return result
 
 

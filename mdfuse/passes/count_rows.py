@@ -28,29 +28,85 @@ _ON_ROWS = (
 _OF_TOKENS = ("group_rows", "ungroup_rows")
 
 
-def run(fusion: Fusion) -> Fusion:
-    """Return the fusion with values of counted rows marked, each with its first counts."""
-    values = dict(fusion.values)
+def run(fusion: Fusion, on: str = "host") -> Fusion:
+    """Return the fusion with values of counted rows marked, each with its first counts.
+
+    Args:
+        fusion: with all sets.
+        on: where ranks know the counts; see `mdfuse.Options.counts`.
+    """
+    values, capacities = dict(fusion.values), _capacities(fusion)
     for root, names in _by_counts(fusion).items():
         is_counted = _problem(fusion, root, names) is None
+        each = capacities.get(root) if is_counted and on == "device" else None
         for x in names:
-            values[x] = replace(values[x], rows=root, is_counted=is_counted)
+            values[x] = replace(values[x], rows=root, is_counted=is_counted, each=each)
     return replace(fusion, values=values) if values != fusion.values else fusion
 
 
-def explained(fusion: Fusion) -> Iterator[str]:
-    """Yield a line for the rows of each counts of a fusion after all passes."""
+def _capacities(fusion: Fusion) -> dict[str, int]:
+    """Return counts -> the most rows of a part for an expert, dropped or refused beyond."""
+    limits = dict[str, int]()
+    for e in fusion.exprs:
+        if e.op == "group_rows":
+            root = _root(fusion, e.reads[2])
+            producer = fusion.producers.get(root)
+            stated = [e.kwargs["capacity"]] if "capacity" in e.kwargs else []
+            if producer is not None and producer.op == "clamp":
+                stated.append(producer.kwargs["max"])
+            for n in stated:
+                limits[root] = min(n, limits.get(root, n))
+    return limits
+
+
+def explained(fusion: Fusion, on: str = "host") -> Iterator[str]:
+    """Yield a line for the rows of each counts of a fusion after all passes; `on`: see `run`."""
     for root, names in _by_counts(fusion).items():
         said = _of_dense(fusion, root, names)
         yield from said
-        if not said:
+        behind = ""
+        if not said and on == "host":
             yield f"rows that %{root} counts are stored, and move, as they are counted in a run"
+        elif not said:
+            most, expected = _bytes_of_blocks(fusion, names)
+            yield f"rows that %{root} counts move in blocks with room for all that there may be:"
+            yield f"  {most} bytes reach a rank, {expected} are rows where experts are equally busy"
+            once = fusion.values[root].stream is None
+            behind = f", {'at their ends' if once else 'in each microbatch'}: the host waits there"
         if root in fusion.producers and fusion.producers[root].op == "clamp":
             most = fusion.producers[root].kwargs["max"]
             yield f"  rows over the capacity of {most} per part and expert are dropped"
         if root in fusion.capacities:
             most = fusion.capacities[root].kwargs["capacity"]
-            yield f"  all ranks refuse runs with over {most} rows of a part for an expert"
+            what = f"runs with over {most} rows of a part for an expert"
+            yield f"  all ranks refuse {what}{behind}"
+
+
+def _bytes_of_blocks(fusion: Fusion, names: Sequence[str]) -> tuple[int, int]:
+    """Return the bytes of blocks that reach a rank, and of rows in them where parts are full.
+
+    Experts are taken to be equally busy.
+    """
+    most, expected = 0, 0
+    for e in fusion.exprs:
+        if e.op != "set" or e.output not in names:
+            continue
+        before, after, value = (
+            fusion.layout(e.reads[0]),
+            fusion.layout(e.output),
+            fusion.values[e.output],
+        )
+        axis, _ = way(before, after, value.shape) or ("", after)
+        if axis:
+            ranks, experts = before.mesh.axis_size(axis), value.shape[1]
+            chunks = value.stream.count if value.stream is not None else 1
+            row = after.local_shape(value.shape)[3] * value.dtype.itemsize
+            rows = room = -(-value.shape[2] // chunks)
+            if value.each is not None:
+                room = min(rows, value.each * -(-experts // ranks))
+            most += chunks * room * (ranks - 1) * row
+            expected += chunks * min(rows * (ranks - 1) // ranks, room * (ranks - 1)) * row
+    return most, expected
 
 
 def dense(fusion: Fusion) -> Iterator[str]:

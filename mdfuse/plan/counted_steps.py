@@ -3,6 +3,8 @@
 A fetched value is a table of sums on the host: of all parts and experts in front of each place.
 So the rows of a box of parts and experts follow from four numbers of it.
 Buffers of counted rows are as long as their rows: their bound counts for estimates alone.
+Where nothing fetches the counts, buffers are as long as their bound, and rows are taken by the
+counts on the device: see `mdfuse.ir.packed_rows`.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from operator import itemgetter
 from typing import Any
@@ -19,8 +22,9 @@ from torch import Tensor
 
 from mdfuse.backends.counted_posts import counted
 from mdfuse.errors import CommunicationError, CountsError, ProgramError
-from mdfuse.hir.counted_rows import Cell, cell_of, moves, parts_of, row_size
+from mdfuse.hir.counted_rows import Cell, blocks_of, cell_of, cells_of, moves, row_size
 from mdfuse.hir.program import Instruction
+from mdfuse.ir import packed_rows
 from mdfuse.ir.extremes import poison
 from mdfuse.ir.ops import itself
 from mdfuse.plan.allocation import allocate, empty
@@ -125,21 +129,8 @@ def _is_exact(i: Instruction, context: Context) -> bool:
     """Tell whether buffers are as long as their rows: the host knows how many there are.
 
     Where it does not, they are as long as there may be rows, and zeros stand behind those there.
-
-    Raises:
-        ProgramError: the counts lie in the memory of a GPU, from which no backend here reads them.
     """
-    counts = i.reads[-1]
-    if counts in context.fetched:
-        return True
-    if context.device.type == "cpu":
-        return False
-    raise ProgramError(
-        f"@{context.program.name}: {i.op} by %{base_name(counts)}, which is in device memory",
-        where=context.where(i),
-        because="on GPUs the host must know how many rows go where before it posts them",
-        hint="name a fetched value: %c = fetch(%n, most=...)",
-    )
+    return i.reads[-1] in context.fetched
 
 
 def _numbers(i: Instruction, context: Context, most: int) -> Callable[[Any], Fetched]:
@@ -184,25 +175,32 @@ def pack(i: Instruction, context: Context) -> list[Line]:
     """Take the rows that are there, of parts whose rows stand at their beginnings."""
     (output,), (operand, counts) = i.outputs, i.reads
     kind, source = context.type(output), context.ref(operand)
-    rows = rows_of(parts_of(kind, context.rank), kind.shape[1])
-    numbers, is_exact = _numbers(i, context, kind.shape[2]), _is_exact(i, context)
+    args, target = (source, context.ref(counts)), context.ref(output)
+    if not _is_exact(i, context):
+        blocks = blocks_of(context.type(operand), kind, context.rank)
+        before, after = context.local(operand), context.local(output)
+        is_block = blocks.number == 1 and math.prod(before) == math.prod(after)
+        if is_block and not context.has_buffer(output):
+            shares = (source.slot,)
+            return [Line(run="reshape", args=(source, after), into=target.slot, shares=shares)]
+        run = partial(packed_rows.pack, blocks=blocks)
+        return [*empty(output, None, context), Line(run=run, args=(target, *args))]
+    rows = rows_of(cells_of(context.type(operand), kind, context.rank), kind.shape[1])
+    dims = len(context.local(operand)) - len(context.local(output))
 
-    def take(x: Tensor, counted: Any) -> Tensor:
-        taken = [part[:n] for part, n in zip(x, rows(numbers(counted)), strict=True)]
+    def take(x: Tensor, sums: Fetched) -> Tensor:
+        parts = x.flatten(0, dims - 1)
+        taken = [part[:n] for part, n in zip(parts, rows(sums), strict=True)]
         if not taken:
-            return x.reshape(0, *x.shape[2:])
+            return x.reshape(0, *parts.shape[2:])
         packed: Tensor = taken[0].contiguous() if len(taken) == 1 else torch.cat(taken)
         return packed
 
-    def copy(out: Tensor, x: Tensor, counted: Any) -> None:
-        taken = take(x, counted)
-        out[: len(taken)] = taken
-        out[len(taken) :] = 0
+    def copy(out: Tensor, x: Tensor, sums: Fetched) -> None:
+        out.copy_(take(x, sums))
 
-    args, target = (source, context.ref(counts)), context.ref(output)
-    if not is_exact or context.has_buffer(output):
-        lines = [] if is_exact else empty(output, None, context)
-        return [*lines, Line(run=copy, args=(target, *args))]
+    if context.has_buffer(output):
+        return [Line(run=copy, args=(target, *args))]
     shares, nbytes = (source.slot,), _bound(i, context)
     return [Line(run=take, args=args, into=target.slot, shares=shares, makes=nbytes)]
 
@@ -211,32 +209,49 @@ def unpack(i: Instruction, context: Context) -> list[Line]:
     """Put rows at the beginnings of their parts; zeros follow them."""
     (output,), (operand, counts) = i.outputs, i.reads
     kind, shape = context.type(operand), context.local(output)
-    rows = rows_of(parts_of(kind, context.rank), kind.shape[1])
-    numbers, is_exact = _numbers(i, context, kind.shape[2]), _is_exact(i, context)
+    args = (context.ref(operand), context.ref(counts))
+    if not _is_exact(i, context):
+        run = partial(
+            packed_rows.unpack, blocks=blocks_of(context.type(output), kind, context.rank)
+        )
+        return [*empty(output, None, context), Line(run=run, args=(context.ref(output), *args))]
+    rows = rows_of(cells_of(context.type(output), kind, context.rank), kind.shape[1])
+    dims = len(shape) - len(context.local(operand))
 
-    def put(x: Tensor, counted: Any, out: Tensor | None = None) -> Tensor:
-        lengths = rows(numbers(counted))
-        if out is None and len(lengths) == 1 and lengths[0] == shape[1]:
+    def put(x: Tensor, sums: Fetched, out: Tensor | None = None) -> Tensor:
+        lengths = rows(sums)
+        if out is None and len(lengths) == 1 and lengths[0] == shape[dims]:
             return x.view(shape)
         out = x.new_empty(shape) if out is None else out
-        x = x[: sum(lengths)]
-        for part, taken in zip(out, x.split(lengths) if lengths else (), strict=True):
+        for part, taken in zip(out.flatten(0, dims - 1), x.split(lengths), strict=True):
             part[: len(taken)] = taken
             part[len(taken) :] = 0
         return out
 
-    args = (context.ref(operand), context.ref(counts))
-    if not is_exact or context.has_buffer(output):
-        lines = [] if is_exact else empty(output, None, context)
-        return [*lines, Line(run=put, args=(*args, context.ref(output)))]
+    if context.has_buffer(output):
+        return [Line(run=put, args=(*args, context.ref(output)))]
     into, shares = context.slot(output), (args[0].slot,)
     return [Line(run=put, args=args, into=into, shares=shares, makes=_bound(i, context))]
+
+
+def _check_readable(i: Instruction, context: Context) -> None:
+    """Raise ProgramError where a post is by counts in the memory of a GPU, which none reads."""
+    counts = i.reads[-1]
+    if counts in context.fetched or context.device.type == "cpu":
+        return
+    raise ProgramError(
+        f"@{context.program.name}: {i.op} by %{base_name(counts)}, which is in device memory",
+        where=context.where(i),
+        because="on GPUs the host must know how many rows go where before it posts them",
+        hint="name a fetched value, %c = fetch(%n, most=...), or post blocks of unpack_rows",
+    )
 
 
 def post(i: Instruction, context: Context) -> PlanStep:
     """Prepare a post that moves as many rows as are counted."""
     comm, rank = i.comm, context.rank
     assert comm is not None
+    _check_readable(i, context)
     context.bind_name(i.outputs[0])
     sent, received = moves(comm, rank)
     rows, size, n = rows_of((*sent, *received), comm.shape[1]), row_size(comm), len(sent)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -42,17 +44,26 @@ def routers() -> dict[str, Tensor]:
 @pytest.mark.world(4)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("count", [1, 2])
-def test_rows_go_and_come_back(comm: mf.Communicator, dtype: torch.dtype, count: int) -> None:
+@pytest.mark.parametrize("counts", ["host", "device"])
+def test_rows_go_and_come_back(
+    comm: mf.Communicator, dtype: torch.dtype, count: int, counts: Any
+) -> None:
     """One plan takes the counts of every run, and of every microbatch."""
     fd = defined(4, dtype)
-    batch = {"x": 0, "ids": 0}
-    program = mf.compile(fd) if count == 1 else mf.pipeline(fd, microbatches=count, batch=batch)
-    assert sum(i.op == "fetch" for i in program.host.walk()) == 1
+    program = compiled(fd, count, counts)
+    assert sum(i.op == "fetch" for i in program.host.walk()) == (counts == "host")
     torch.manual_seed(0)
     shapes = {"x": (TOKENS, D), "up": (EXPERTS, D, H), "down": (EXPERTS, H, D)}
     given = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
     for ids in routers().values():
         check_run(program, fd, given | {"ids": ids}, comm)
+
+
+def compiled(fd: mf.FusionDefinition, count: int, counts: Any) -> mf.Program:
+    options = mf.Options(counts=counts, poison=True)
+    if count == 1:
+        return mf.compile(fd, options)
+    return mf.pipeline(fd, microbatches=count, batch={"x": 0, "ids": 0}, options=options)
 
 
 def check_run(
@@ -83,11 +94,13 @@ def parts_of(program: mf.Program, given: dict[str, Tensor], comm: mf.Communicato
 
 @pytest.mark.world(4)
 @pytest.mark.parametrize("count", [1, 2])
-def test_all_ranks_refuse_more_rows_than_the_capacity(comm: mf.Communicator, count: int) -> None:
+@pytest.mark.parametrize("counts", ["host", "device"])
+def test_all_ranks_refuse_more_rows_than_the_capacity(
+    comm: mf.Communicator, count: int, counts: Any
+) -> None:
     """The tokens of one rank alone choose an expert too often; runs around it are right."""
     fd = defined(4, torch.float64, 3)
-    batch = {"x": 0, "ids": 0}
-    program = mf.compile(fd) if count == 1 else mf.pipeline(fd, microbatches=count, batch=batch)
+    program = compiled(fd, count, counts)
     torch.manual_seed(0)
     shapes = {"x": (TOKENS, D), "up": (EXPERTS, D, H), "down": (EXPERTS, H, D)}
     given = {name: torch.randn(shape).double() for name, shape in shapes.items()}

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, FusionDefinition, Shard
+from mdfuse.hir.verify.check import verify
 from mdfuse.layouts.call import Call
 from mdfuse.plan import counted_steps
 
@@ -159,10 +160,12 @@ def test_rows_over_the_capacity_are_said_to_be_dropped() -> None:
     assert "as they are counted in a run" in text
 
 
-def test_ids_in_the_shape_of_counts() -> None:
-    """Each of four parts is one token, which chooses all four experts."""
+@pytest.mark.parametrize("compile", ["never", "always"])
+def test_ids_in_the_shape_of_counts(compile: Any) -> None:
+    """Each of four parts is one token, which chooses all four experts; in units, too."""
     mesh, experts, layouts = MESHES["dp x ep"]
-    program = mf.compile(layer(mesh, 4, 4, 4, experts, **layouts))
+    program = mf.compile(layer(mesh, 4, 4, 4, experts, **layouts), mf.Options(compile=compile))
+    verify(program.host)
     values = given(4, 4, router(4, 4, 4))
     assert "as they are counted in a run" in program.explain()
     check_everywhere(program, values, by_loop(*values))

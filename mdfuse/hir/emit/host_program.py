@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 from mdfuse.hir.emit import reuse_inputs
 from mdfuse.hir.emit.loops import emit_loop, loops
@@ -23,6 +24,7 @@ def emit(
     stated: Orders | None = None,
     pipeline: Pipeline | None = None,
     carriers: Carriers = (),
+    counts: Literal["host", "device"] = "host",
 ) -> HostProgram:
     """Return the global host program of a fusion whose only changes of layout are sets.
 
@@ -33,8 +35,9 @@ def emit(
             None: no order.
         pipeline: the parts that run once per microbatch, and their calls.
         carriers: (axis, backend) of axes with a backend of their own.
+        counts: where ranks know how many rows go to experts; see `mdfuse.Options`.
     """
-    out = Emitter(fusion, stated=stated or {}, carriers=carriers)
+    out = Emitter(fusion, stated=stated or {}, carriers=carriers, counts=counts)
     for name in fusion.inputs:
         out.types[name] = value_type(fusion.values[name])
     if pipeline is None:
@@ -45,6 +48,7 @@ def emit(
         emit_blocks(out, pipeline, inside)
         _emit_sections(out, behind)
     _require_output_orders(out)
+    out.code += out.last
     out.code.append(Instruction(op="return", inputs=fusion.outputs))
     program = HostProgram(
         name=fusion.name,

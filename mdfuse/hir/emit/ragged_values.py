@@ -9,11 +9,19 @@
     %s: f32[<=64:%n.counted,16] = pack_rows(%s.lined, %n.counted)
     %r: f32[<=256:%n.counted,16] = alloc(%n.counted)
     %c0 = post alltoall(%s) -> %r ... counts=%n.counted
+
+Where the host is not to know the counts, `%n.counted` is what all ranks know, in their memory, and
+ranks exchange blocks of as many rows as one may have for another:
+
+    %r.sent: f32[1,2,64,16] of [4,2,64,16] (ep=S0) = unpack_rows(%s, %n.counted)
+    %r.blocks: f32[4,1,64,16] of [4,2,64,16] (ep=S1) = ...                          # an all-to-all
+    %r: f32[<=256:%n.counted,16] = pack_rows(%r.blocks, %n.counted)
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -29,6 +37,8 @@ from mdfuse.passes.count_rows import way
 def emit_fetches(out: Emitter, names: Mapping[str, str]) -> None:
     """Bring counts to all ranks, those of counted rows to the host, too, where they are computed.
 
+    Where they stay on the device, a capacity is looked at behind the run; in loops where it is.
+
     Args:
         out: the program under construction.
         names: values that are computed -> their names: in loops those of a chunk.
@@ -41,14 +51,20 @@ def emit_fetches(out: Emitter, names: Mapping[str, str]) -> None:
         n, source = out.types[root], values[value].source
         assert n.layout is not None
         whole = Layout(n.layout.mesh, {}, None, n.layout.stream)
-        gather = Expr(op="set", inputs=(root,), outputs=(_all(root),), source=source)
-        emit_steps(out, gather, root, n.layout, whole, n.shape, _all(root))
-        if rows is not None or stated is not None:
-            kind = BufferType(dtype=torch.int64, shape=n.shape, layout=whole)
-            each = {} if stated is None else {"each": stated.kwargs["capacity"]}
-            most = _most(rows, n.shape[1], **each)
-            where = source if stated is None else stated.source
-            out.op("fetch", counted(root), kind, (_all(root),), where, most=most, **each)
+        known = _all(out, root)
+        gather = Expr(op="set", inputs=(root,), outputs=(known,), source=source)
+        emit_steps(out, gather, root, n.layout, whole, n.shape, known)
+        stays = rows is not None and out.counts == "device"
+        if stated is None and (rows is None or stays):
+            continue
+        kind = BufferType(dtype=torch.int64, shape=n.shape, layout=whole)
+        each = {} if stated is None else {"each": stated.kwargs["capacity"]}
+        most = _most(rows, n.shape[1], **each)
+        where = source if stated is None else stated.source
+        name = f"{root}.checked" if known == counted(root) else counted(root)
+        out.op("fetch", name, kind, (known,), where, most=most, **each)
+        if stays and values[value].stream is None:
+            out.last.append(out.code.pop())
 
 
 def _most(rows: Value | None, experts: int, each: int | None = None) -> int:
@@ -61,12 +77,13 @@ def _most(rows: Value | None, experts: int, each: int | None = None) -> int:
 
 
 def counted(root: str) -> str:
-    """Return the name of the numbers of some counts on the host."""
+    """Return the name of the counts by which rows are stored: numbers on the host, or a value."""
     return f"{root}.counted"
 
 
-def _all(root: str) -> str:
-    return f"{root}.all"
+def _all(out: Emitter, root: str) -> str:
+    """Return the name of counts that all ranks know."""
+    return f"{root}.all" if out.counts == "host" else counted(root)
 
 
 def is_counted_expr(out: Emitter, expr: Expr) -> bool:
@@ -121,14 +138,15 @@ def _emit_set(out: Emitter, expr: Expr, after: Layout | None) -> None:
     steps = way(before, after, out.types[operand].shape)
     assert steps is not None
     axis, parts = steps
+    exchange = _exchange if out.counts == "host" else _exchange_blocks
     if not axis:
         _reshard(out, expr, operand, after, expr.output)
     elif after.split_axes(1):
         current = operand if before == parts else _reshard(out, expr, operand, parts, "")
-        _exchange(out, expr, current, axis, (0, 1), after, expr.output)
+        exchange(out, expr, current, axis, (0, 1), after, expr.output)
     else:
         name = expr.output if after == parts else _name(out, f"{expr.output}.parts")
-        _exchange(out, expr, operand, axis, (1, 0), parts, name)
+        exchange(out, expr, operand, axis, (1, 0), parts, name)
         if after != parts:
             _reshard(out, expr, name, after, expr.output)
 
@@ -154,7 +172,7 @@ def _exchange(
         dim=dims[0],
         to_dim=dims[1],
     )
-    into = BufferType(dtype=kind.dtype, shape=kind.shape, layout=after, counts=kind.counts)
+    into = replace(kind, layout=after)
     out.op("alloc", name, into, (kind.counts,), expr.source)
     handle = out.handle()
     out.code += [
@@ -169,6 +187,31 @@ def _exchange(
     ]
 
 
+def _exchange_blocks(
+    out: Emitter,
+    expr: Expr,
+    current: str,
+    axis: str,
+    _: tuple[int, int],
+    after: Layout,
+    name: str,
+) -> None:
+    """Append an exchange of as many rows as one rank may have for another."""
+    kind = out.types[current]
+    assert kind.layout is not None and kind.counts is not None
+    before, (parts, experts) = kind.layout, kind.shape[:2]
+    groups, rows = before.mesh.axis_size(axis), before.local_shape(kind.shape)[2]
+    if kind.each is not None:
+        rows = min(rows, kind.each * -(-experts // groups))
+    chunks = before.stream.count if before.stream is not None else 1
+    shape = (parts, groups, rows * chunks, *kind.shape[3:])
+    blocks = BufferType(dtype=kind.dtype, shape=shape, layout=before)
+    sent, given = _name(out, f"{name}.sent"), (current, kind.counts)
+    out.op("unpack_rows", sent, blocks, given, expr.source)
+    there = emit_steps(out, expr, sent, before, after, shape, _name(out, f"{name}.blocks"))
+    _pack(out, there, name, replace(kind, layout=after), expr.source)
+
+
 def _reshard(out: Emitter, expr: Expr, current: str, after: Layout, name: str) -> str:
     """Bring rows, of whole parts, into another layout as plain rows; return the name."""
     kind = out.types[current]
@@ -181,7 +224,7 @@ def _reshard(out: Emitter, expr: Expr, current: str, after: Layout, name: str) -
     assert source is not None and target is not None
     shape = out.types[plain].shape
     there = emit_steps(out, expr, plain, source, target, shape, _name(out, f"{name}.lined"))
-    into = BufferType(dtype=kind.dtype, shape=kind.shape, layout=after, counts=kind.counts)
+    into = replace(kind, layout=after)
     _pack(out, there, name, into, expr.source)
     return name
 
@@ -208,9 +251,10 @@ def _plain(layout: Layout | None, shape: tuple[int, ...], dtype: torch.dtype) ->
 def _cut_counts(out: Emitter, expr: Expr, kind: BufferType) -> None:
     """Take a rank's part of counts that all ranks know."""
     (root,) = expr.reads
-    whole = out.types[_all(root)].layout
+    known = _all(out, root)
+    whole = out.types[known].layout
     assert kind.layout is not None and whole is not None
-    emit_steps(out, expr, _all(root), whole, kind.layout, kind.shape, expr.output)
+    emit_steps(out, expr, known, whole, kind.layout, kind.shape, expr.output)
 
 
 def _as(expr: Expr, op: str, inputs: tuple[object, ...], output: str) -> Expr:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from mdfuse.communication import Communication
 from mdfuse.errors import LayoutError, Source
@@ -42,6 +42,10 @@ class Emitter:
     #: buffers of any memory order, since one set alone reads them
     movable: set[str] = field(default_factory=set)
     carriers: Carriers = ()
+    #: where ranks know how many rows go to experts
+    counts: Literal["host", "device"] = "host"
+    #: the code in front of the return
+    last: list[Instruction] = field(default_factory=list)
     posts: int = 0
     #: change of layout -> the result of `_received`
     sizes: dict[_Change, tuple[int, list[int]]] = field(default_factory=dict)
@@ -109,8 +113,10 @@ class Emitter:
 
 def value_type(value: Value) -> BufferType:
     """Return the type of the buffer that holds a fusion value."""
-    counts = f"{value.rows}.counted" if value.is_counted else None
-    return BufferType(dtype=value.dtype, shape=value.shape, layout=value.layout, counts=counts)
+    kind = BufferType(dtype=value.dtype, shape=value.shape, layout=value.layout)
+    if not value.is_counted:
+        return kind
+    return replace(kind, counts=f"{value.rows}.counted", each=value.each)
 
 
 def local(expr: Expr) -> Instruction:

@@ -29,6 +29,7 @@ from mdfuse.hir.text.values import (
     alias_orders,
     before_of,
     check_depth,
+    counted_by,
     counts_in,
     dtype_of,
     extents_of,
@@ -255,13 +256,13 @@ class _Reader:
         dtype = dtype_of(tokens(tree)[0])
         if tree.data == "scalar":
             return BufferType(dtype=dtype)
-        _, shape, counts = shapes_of(tree)
+        _, shape = shapes_of(tree)
         (item,) = trees(tree, "layout")
         named = next((t for t in tokens(tree) if t.type == "LAYOUT_NAME"), None)
         layout = self.layout(named, item)
         padding = next((padding_of(t, layout) for t in trees(tree, "padding")), None)
         flat = any(t.type == "FLAT" for t in tokens(tree))
-        how: dict[str, Any] = {"padding": padding, "flat": flat, "counts": counts}
+        how: dict[str, Any] = {"padding": padding, "flat": flat, **counted_by(tree)}
         return BufferType(dtype=dtype, shape=shape, layout=layout, **how)
 
     def bind(self, name: str, tree: Node) -> None:
@@ -283,7 +284,7 @@ class _Reader:
         assert kind.layout is not None
         is_here = self.rank is None or self.rank in kind.layout.mesh
         local = kind.local_shape(self.rank) if is_here else None
-        written, _, _ = shapes_of(tree)
+        written, _ = shapes_of(tree)
         if written == local:
             return
         shown = "none" if written is None else list(written)

@@ -52,7 +52,7 @@ class _Printer:
             return f"{dtype_name(kind.dtype)} scalar"
         absent = rank is not None and rank not in kind.layout.mesh
         local = None if absent else kind.local_shape(rank)
-        parts = [dtype_name(kind.dtype) + _local_extents(local, kind.counts)]
+        parts = [dtype_name(kind.dtype) + _local_extents(local, kind)]
         if local != kind.shape:
             parts.append(f"of {_extents(kind.shape)}")
         parts.append(self.layout(kind.layout))
@@ -235,10 +235,12 @@ def _extents(shape: Sequence[int]) -> str:
     return f"[{','.join(map(str, shape))}]"
 
 
-def _local_extents(local: Sequence[int] | None, counts: str | None) -> str:
+def _local_extents(local: Sequence[int] | None, kind: BufferType) -> str:
     """Return what a rank holds: nothing, extents, or as many rows as some counts say."""
-    by = "" if counts is None else f":%{counts}"
-    if local is None or counts is None:
+    by = "" if kind.counts is None else f":%{kind.counts}"
+    if kind.each is not None:
+        by += f"<={kind.each}"
+    if local is None or kind.counts is None:
         return f" none{by}" if local is None else _extents(local)
     rows, *inner = local
     return f"[{','.join((f'<={rows}{by}', *map(str, inner)))}]"

@@ -166,10 +166,9 @@ def extents_of(tree: Node) -> tuple[int, ...]:
     return tuple(int_of(t) for t in tokens(tree) if t.type == "INT")
 
 
-def shapes_of(tree: Node) -> tuple[tuple[int, ...] | None, tuple[int, ...], str | None]:
-    """Read the extents of a type: local ones (None: no part), global ones, counts of the rows."""
+def shapes_of(tree: Node) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
+    """Read the extents of a type: local ones (None: no part), and global ones."""
     listed = [t for t in trees(tree) if t.data in ("extents", "counted")]
-    values = [v for t in (tree, *listed) for v in tokens(t) if v.type == "VALUE"]
     is_none = any(t.type == "NONE" for t in tokens(tree))
     if not listed or listed[-1].data != "extents":
         raise ProgramError(
@@ -177,7 +176,15 @@ def shapes_of(tree: Node) -> tuple[tuple[int, ...] | None, tuple[int, ...], str 
             hint="the global extents stand behind of",
         )
     local = None if is_none else extents_of(listed[0])
-    return local, extents_of(listed[-1]), name_of(values[0]) if values else None
+    return local, extents_of(listed[-1])
+
+
+def counted_by(tree: Node) -> dict[str, Any]:
+    """Read by which counts the rows of a type are counted, and the most of them at a place."""
+    nodes = [tree, *trees(tree, "counted")]
+    values = [name_of(v) for t in nodes for v in tokens(t) if v.type == "VALUE"]
+    most = [extents_of(bound)[0] for t in nodes for bound in trees(t, "at_most")]
+    return dict(zip(("counts", "each"), (*values, *most), strict=False))
 
 
 def counts_in(tree: Node) -> tuple[str, ...]:

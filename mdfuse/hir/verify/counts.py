@@ -15,13 +15,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
 
 from mdfuse.errors import ProgramError
 from mdfuse.extents.expressions import terms
-from mdfuse.hir.counted_rows import is_counted
+from mdfuse.hir.counted_rows import group_size, is_counted, is_grouped
 from mdfuse.hir.instructions import BLOCKS, POSTS, op_of, received
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.verify.error_report import wrong
@@ -105,12 +106,21 @@ class _Counts:
                 least[of] = min(i.kwargs["each"], least.get(of, i.kwargs["each"]))
 
     def capacity_problem(self, i: Instruction, least: Mapping[_Origins, int]) -> str | None:
-        """Return why rows may be over their capacity; None: a fetch before refuses such counts."""
+        """Return why rows may be over their capacity; None: a fetch refuses such counts.
+
+        It does so before rows are grouped, or anywhere, where no host knows how many rows move.
+        """
         if i.fn not in _GROUPS or "capacity" not in i.kwargs:
             return None
         stated, of = i.kwargs["capacity"], self.origins(i.reads[2])
         if len(of) == 1 and least.get(of, stated + 1) <= stated:
             return None
+        readers = self.readers.get(i.outputs[0], ()) if i.fn == "line_up_rows" else ()
+        by = [j.reads[1] for j in readers if j.op == "pack_rows"]
+        if by and self.fetches.keys().isdisjoint(by):
+            most = self.limit(by[0])
+            if most is not None and most <= stated:
+                return None
         return (
             f"no fetch before refuses over {stated} rows of a part for an expert by %{i.reads[2]}"
         )
@@ -155,7 +165,17 @@ class _Counts:
         bound = layout.local_shape(kind.shape)[2]
         if most > bound:
             return f"a part may have {most} rows by its fetch, and {bound} by its type"
-        return None
+        return self.each_problem(kind)
+
+    def each_problem(self, kind: BufferType) -> str | None:
+        """Return why there may be more rows at a place than a type has room for; None: no."""
+        if kind.each is None:
+            return None
+        most = self.limit(kind.counts or "")
+        if most is not None and most <= kind.each:
+            return None
+        what = "any number of" if most is None else str(most)
+        return f"{what} rows of a part for an expert may be there, and it has room for {kind.each}"
 
     # -- instructions ----------------------------------------------------------------------------
 
@@ -177,6 +197,8 @@ class _Counts:
         if i.op != "free" and others:
             return f"{i.fn or i.op} takes %{others[0]}, a fetched value"
         rows = [x for x in (*i.reads, *i.outputs) if self.is_counted(x)]
+        if len({self.program.types[x].each for x in rows}) > 1:
+            return f"{i.fn or i.op} of rows with other bounds"
         by = {self.program.types[x].counts for x in rows} | given
         if i.op in ("free", "launch"):
             return None
@@ -185,7 +207,7 @@ class _Counts:
                 f"%{x}" for x in sorted(map(str, by))
             )
         if i.op in _TAKES:
-            return self.taking_problem(i, rows, bool(given))
+            return self.taking_problem(i, rows, bool(given)) or self.room_problem(i)
         return self.row_problem(i, rows) if rows else None
 
     def taking_problem(self, i: Instruction, rows: list[str], is_given: bool) -> str | None:
@@ -195,6 +217,36 @@ class _Counts:
             of = "counts of no rows" if is_given else f"%{rows[0]}, and no counts"
             return f"{i.op} with {of}"
         return f"{i.op} of what no fetch made"
+
+    def room_problem(self, i: Instruction) -> str | None:
+        """Return why a group of experts may have more rows than its place; None: it may not."""
+        if i.op not in ("pack_rows", "unpack_rows"):
+            return None
+        types = self.program.types
+        names = i.reads[0], i.outputs[0]
+        rows, whole = (types[x] for x in sorted(names, key=self.is_counted, reverse=True))
+        if not is_grouped(whole, rows):
+            return None
+        most, room = (_layout(k).local_shape(k.shape)[2] for k in (rows, whole))
+        if rows.each is not None:
+            most = min(most, rows.each * group_size(whole, rows))
+        if room >= most:
+            return None
+        return f"{most} rows of a part for a group may be there, and it has room for {room}"
+
+    def limit(self, counts: str) -> int | None:
+        """Return the most rows of a part for an expert: of a fetch, or of counts that are cut."""
+        fetch = self.fetches.get(counts)
+        of = self.origins(counts if fetch is None else fetch.reads[0])
+        limits = [
+            i.kwargs["each"]
+            for i in self.fetches.values()
+            if "each" in i.kwargs and self.origins(i.reads[0]) == of
+        ]
+        makers = [i for name, _, _ in of for i in self.makers.get(name, ())]
+        if len(makers) == len(of) == 1 and makers[0].fn == "clamp":
+            limits.append(makers[0].kwargs["max"])
+        return min((x for x in limits if type(x) is int), default=None)
 
     def memory_problem(self, i: Instruction) -> str | None:
         memory = i.kwargs.get("memory", "device")
@@ -209,8 +261,6 @@ class _Counts:
         is_ordered = makes and i.order is not None
         if op is None or not (op.is_elementwise or op.name in _BY_ROWS) or is_ordered:
             return f"{i.fn or i.op} does not work on rows that are counted"
-        if op.name == "sum_of_rows" and self.program.types[rows[0]].counts not in self.fetches:
-            return "sum_of_rows would add what stands behind rows that the host does not count"
         if op.name in _WITH_COUNTS:
             return None
         if not all(map(self.is_counted, i.outputs)):
@@ -248,8 +298,9 @@ class _Counts:
         makers = self.makers.get(i.reads[0], ()) if i.op == "pack_rows" else ()
         readers = self.readers.get(i.outputs[0], ()) if i.op == "unpack_rows" else ()
         for j in (i, *makers, *readers):
-            # Ids may have the shape of counts, which are behind them.
-            for x in j.reads[2 if j.fn in _OF_IDS else 0 :] if j.fn else ():
+            # Ids may have the shape of counts, which are behind them; units are walked, too.
+            is_call = j.fn and j.op != "launch"
+            for x in j.reads[2 if j.fn in _OF_IDS else 0 :] if is_call else ():
                 kind = self.program.types.get(x)
                 if kind is not None and kind.shape == shape and not kind.dtype.is_floating_point:
                     yield x
@@ -309,24 +360,39 @@ def _fetch(before: BufferType, after: BufferType) -> str | None:
 
 
 def _pack(before: BufferType, after: BufferType) -> str | None:
-    want = (*after.shape[:1], *after.shape[2:])
-    if before.shape != want or before.dtype != after.dtype:
-        return f"it takes {list(want)} of the same dtype"
-    return _same_parts(before, after)
+    return _other_parts(before, after, "takes")
 
 
 def _unpack(before: BufferType, after: BufferType) -> str | None:
-    want = (*before.shape[:1], *before.shape[2:])
-    if after.shape != want or before.dtype != after.dtype:
-        return f"it makes {list(want)} of the same dtype"
-    return _same_parts(after, before)
+    return _other_parts(after, before, "makes")
 
 
-def _same_parts(whole: BufferType, rows: BufferType) -> str | None:
-    """Return why parts do not hold the rows of all experts, split alike; None where they do."""
-    layout, n = _layout(whole), len(rows.shape)
+def _other_parts(whole: BufferType, rows: BufferType, does: str) -> str | None:
+    """Return why a plain buffer does not hold rows part by part; None where it does."""
+    (parts, _, *of_rows), grouped = rows.shape, is_grouped(whole, rows)
+    want = [parts, *whole.shape[1:3], *of_rows[1:]] if grouped else [parts, *of_rows]
+    if [*whole.shape] != want or whole.dtype != rows.dtype:
+        return f"it {does} {want} of the same dtype"
     if whole.padding is not None or whole.flat:
         return "parts are neither padded nor flat"
+    return _other_groups(whole, rows) if grouped else _other_whole_parts(whole, rows)
+
+
+def _other_groups(whole: BufferType, rows: BufferType) -> str | None:
+    """Return why groups of experts are not split as the experts are; None where they are."""
+    layout, n = _layout(whole), len(rows.shape)
+    axes = plain(layout, n).split_axes(1)
+    ranks = prod(layout.mesh.axis_size(a) for a in axes)
+    if not is_alike(layout, _layout(rows), n):
+        return f"groups are {layout}, rows {rows.layout}"
+    if axes and ranks != whole.shape[1]:
+        return f"{ranks} ranks have experts of their own, and there are {whole.shape[1]} groups"
+    return None
+
+
+def _other_whole_parts(whole: BufferType, rows: BufferType) -> str | None:
+    """Return why parts do not hold the rows of all experts, split alike; None where they do."""
+    layout, n = _layout(whole), len(rows.shape)
     if layout.split_axes(1):
         return f"the rows of a part are on one rank, not {layout}"
     there = plain(layout, n - 1).with_dims({0: 0, **{d - 1: d for d in range(2, n)}})

@@ -352,5 +352,7 @@ def _but_for_numbers(kinds: Iterable[BufferType | type], rank: int) -> tuple[obj
         layout, chunk = k.layout, k.layout.stream
         part = chunk.dim, chunk.chunks, chunk.rotate, chunk.op, numbers[chunk.index]
         parts = layout.mesh, layout.placements, layout.splits, layout.reaches, *part
-        keys.append((k.dtype, k.shape, k.padding, k.flat, k.counts, *parts, k.local_shape(rank)))
+        keys.append(
+            (k.dtype, k.shape, k.padding, k.flat, k.counts, k.each, *parts, k.local_shape(rank))
+        )
     return tuple(keys)

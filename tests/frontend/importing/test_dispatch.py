@@ -48,6 +48,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         )
     ),
 }  # fmt: skip
+DEVICE = mf.Options(counts="device")
 EP, SPLIT = DeviceMesh.arange(ep=2), {"ep": Shard(0)}
 IDS = torch.randint(3, 32, (4, 6), generator=torch.Generator().manual_seed(1))
 
@@ -62,14 +63,16 @@ def imported(
     return module, mf.from_torch(module, (), kwargs, mesh=mesh, layouts=layouts, **how)
 
 
-def check_step(module: nn.Module, model: Any, **how: Any) -> mf.Program:
+def check_step(
+    module: nn.Module, model: Any, options: mf.Options | None = None, **how: Any
+) -> mf.Program:
     """Compare the gradients of a step with torch's; return its program."""
 
     def loss(y: Any) -> Any:
         return (y * y).mean()
 
     step = model.training_step(loss, optimizer=partial(mf.optim.sgd, lr=1.0), **how)
-    program, weights = step.compile(), model.load()
+    program, weights = step.compile(options), model.load()
     given = step.arguments(weights, step.state(weights), IDS)
     state = step.updated(mf.simulate(program, given).outputs)
     logits: Tensor = module(input_ids=IDS, use_cache=False).logits
@@ -92,6 +95,14 @@ def test_rows_go_to_their_experts(name: str) -> None:
     program = check_step(module, model)
     assert way_of(program) == (4, 1)
     assert "as they are counted in a run" in program.explain()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_counts_on_the_device(name: str) -> None:
+    """A whole step is captured: no host waits for counts."""
+    program = check_step(*imported(name, EP, SPLIT), DEVICE)
+    assert way_of(program) == (0, 0)
+    assert "the whole program is captured" in program.explain()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -152,8 +163,11 @@ def test_rows_of_microbatches_beside_other_axes(name: str) -> None:
     assert way_of(program) == (4, 1), program.explain()
 
 
-@pytest.mark.parametrize("schedule", [None, "1f1b", "zb1p", "gpipe"])
-def test_rows_in_stages(schedule: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "counts"),
+    [(None, "host"), ("1f1b", "host"), ("zb1p", "host"), ("gpipe", "host"), ("1f1b", "device")],
+)
+def test_rows_in_stages(schedule: str | None, counts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two stages on two ranks each, which split the experts and the tokens of their layers."""
     monkeypatch.setitem(SIZES, "num_hidden_layers", 2)
     torch.manual_seed(0)
@@ -163,7 +177,8 @@ def test_rows_in_stages(schedule: str | None, monkeypatch: pytest.MonkeyPatch) -
     stages = [DeviceMesh(ranks, axes=["ep"]) for ranks in ([0, 1], [2, 3])]
     model = mf.from_torch(module, (), kwargs, stages=stages, layouts=layouts)
     how = {} if schedule is None else {"microbatches": 2, "schedule": schedule}
-    assert way_of(check_step(module, model, **how)) == (8, 2)
+    program = check_step(module, model, mf.Options(counts=counts), **how)
+    assert way_of(program) == ((8, 2) if counts == "host" else (0, 0))
 
 
 class Shifted(nn.Module):
