@@ -7,7 +7,8 @@
 A value `f32[parts,experts,bound,…]` has `%c[p,e]` rows at each place of its first two dims, and
 only these are stored: part by part, in a part expert by expert. A rank holds the rows of its box of
 parts and experts; it sends another rank those that are in the boxes of both. So what ranks send and
-receive are sums over boxes of one table that all of them know, and fit together by construction.
+receive are sums over boxes of one table, and fit together by construction. A rank knows the counts
+of all parts, or of those that outer axes leave it, along which no row moves: `(dp=S0, ep=R)`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from mdfuse.layouts.boxes import Interval, box_size, intersect
 
 if TYPE_CHECKING:
     from mdfuse.hir.program import BufferType, HostProgram, Instruction
+    from mdfuse.layouts.layout import Layout
 
 #: The parts and the experts whose rows are held, or moved.
 Cell = tuple[Interval, Interval]
@@ -40,6 +42,13 @@ def parts_of(kind: BufferType, rank: int) -> tuple[Cell, ...]:
     """Return the cell of each part of which a rank holds rows, in the order of the rows."""
     (start, stop), experts = cell_of(kind, rank)
     return tuple(((p, p + 1), experts) for p in range(start, stop))
+
+
+def is_held(axes: Sequence[str], layout: Layout) -> bool:
+    """Return whether ranks hold rows of no other parts than these axes, outermost first, leave."""
+    real = [a for a in layout.split_axes(0) if layout.mesh.axis_size(a) > 1]
+    is_plain = 0 not in layout.in_runs and layout.reach(0) is None
+    return not axes or (is_plain and real[: len(axes)] == [*axes])
 
 
 @lru_cache(maxsize=1024)

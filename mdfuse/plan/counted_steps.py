@@ -34,18 +34,29 @@ Fetched = list[int]
 _Rows = Callable[[Fetched], list[int]]
 
 
-def rows_of(cells: Sequence[Cell], experts: int) -> _Rows:
+def rows_of(cells: Sequence[Cell], experts: int, first: int = 0) -> _Rows:
     """Return the function that looks the rows of cells up in a fetched value.
+
+    Args:
+        cells: the parts and experts of each.
+        experts: how many there are.
+        first: the part with which the fetched value begins.
 
     Numbers of Python take 3 us for four ranks, calls of torch on small tensors 50 (2 busy cores).
     """
     n = experts + 1
-    at = [(p * n + e, p * n + f, q * n + e, q * n + f) for (p, q), (e, f) in cells]
+    held = (((p - first) * n, (q - first) * n, *x) if p < q else (0, 0, 0, 0) for (p, q), x in cells)
+    at = [(p + e, p + f, q + e, q + f) for p, q, e, f in held]
 
     def look_up(sums: Fetched) -> list[int]:
         return [sums[d] - sums[b] - sums[c] + sums[a] for a, b, c, d in at]
 
     return look_up
+
+
+def _rows_by(counts: str, cells: Sequence[Cell], context: Context) -> _Rows:
+    """Return `rows_of` for cells whose rows some counts count, of parts that this rank knows."""
+    return rows_of(cells, context.type(counts).shape[1], context.box(counts)[0][0])
 
 
 def sums_of(table: Sequence[Sequence[int]], experts: int) -> Fetched:
@@ -63,7 +74,7 @@ def sums_of(table: Sequence[Sequence[int]], experts: int) -> Fetched:
 
 
 def fetch(i: Instruction, context: Context) -> list[Line]:
-    """Bring counts to the host; ranks that all know them refuse wrong ones together."""
+    """Bring counts to the host; where all ranks know all of them, they refuse wrong ones together."""
     (output,), (counts,) = i.outputs, i.reads
     read = _reader(counts, i.kwargs["most"], i, context)
     experts = context.type(output).shape[1]
@@ -80,13 +91,13 @@ def _reader(
     """Return the function that reads counts on the host, and refuses too many rows of a part."""
     what, where = f"@{context.program.name}: %{base_name(counts)}", context.where(i)
     is_all = _is_everywhere(counts, context)
-    kind, because = (CountsError, _ALL_KNOW) if is_all else (ProgramError, _STAGE_KNOWS)
-    each = i.kwargs.get("each")
+    kind, because = (CountsError, _ALL_KNOW) if is_all else (ProgramError, _SOME_KNOW)
+    each, first = i.kwargs.get("each"), context.box(counts)[0][0]
     hint = _BOUND if each is None else _CAPACITY
 
     def read(counted: Tensor) -> list[list[int]]:
         table: list[list[int]] = counted.tolist()
-        problem = _problem(table, most, each)
+        problem = _problem(table, most, each, first)
         if problem is not None:
             raise kind(f"{what} counts {problem}", where=where, because=because, hint=hint)
         return table
@@ -94,9 +105,9 @@ def _reader(
     return read
 
 
-def _problem(table: list[list[int]], most: int, each: int | None) -> str | None:
-    """Return what is wrong with counts of parts and experts; None: nothing."""
-    cells = [(n, p, e) for p, row in enumerate(table) for e, n in enumerate(row)]
+def _problem(table: list[list[int]], most: int, each: int | None, first: int) -> str | None:
+    """Return what is wrong with counts of parts, from one on, and experts; None: nothing."""
+    cells = [(n, p, e) for p, row in enumerate(table, first) for e, n in enumerate(row)]
     least, n = (of(cells, key=itemgetter(0), default=(0, 0, 0)) for of in (min, max))
     if least[0] < 0:
         return f"{least[0]} rows"
@@ -106,17 +117,19 @@ def _problem(table: list[list[int]], most: int, each: int | None) -> str | None:
     total = max(rows, default=0)
     if total <= most:
         return None
-    return f"{total} rows of part {rows.index(total)}, of which there may be {most}"
+    return f"{total} rows of part {first + rows.index(total)}, of which there may be {most}"
 
 
 def _is_everywhere(name: str, context: Context) -> bool:
-    """Tell whether all ranks of the program fetch a value, so that they refuse it together."""
+    """Tell whether all ranks of the program fetch all of a value, so that they refuse it together."""
     layout = context.type(name).layout
-    return layout is not None and all(r in layout.mesh for m in context.program.meshes for r in m)
+    if layout is None or any(layout.mesh.axis_size(a) > 1 for a in layout.split_axes(0)):
+        return False
+    return all(r in layout.mesh for m in context.program.meshes for r in m)
 
 
 _ALL_KNOW = "all ranks know all counts, so that all of them refuse the run before they post rows"
-_STAGE_KNOWS = "the ranks of this stage know all of its counts, and end the run on all ranks"
+_SOME_KNOW = "the ranks that exchange these rows know their counts, and end the run on all ranks"
 _CAPACITY = "state a higher capacity=, or drop rows behind it: group_rows(..., drop=True)"
 _BOUND = "let the bound be what a part may have at most, or drop rows before they are counted"
 
@@ -160,7 +173,7 @@ def alloc(i: Instruction, context: Context) -> list[Line]:
         return []
     kind = context.type(output)
     _, *inner = context.local(output)
-    rows = rows_of([cell_of(kind, context.rank)], kind.shape[1])
+    rows = _rows_by(counts, [cell_of(kind, context.rank)], context)
     how: dict[str, Any] = {"dtype": kind.dtype, "device": context.device}
 
     def make(fetched: Fetched) -> Tensor:
@@ -184,7 +197,7 @@ def pack(i: Instruction, context: Context) -> list[Line]:
     """Take the rows that are there, of parts whose rows stand at their beginnings."""
     (output,), (operand, counts) = i.outputs, i.reads
     kind, source = context.type(output), context.ref(operand)
-    rows = rows_of(parts_of(kind, context.rank), kind.shape[1])
+    rows = _rows_by(counts, parts_of(kind, context.rank), context)
     numbers, is_exact = _numbers(i, context, kind.shape[2]), _is_exact(i, context)
 
     def take(x: Tensor, counted: Any) -> Tensor:
@@ -211,7 +224,7 @@ def unpack(i: Instruction, context: Context) -> list[Line]:
     """Put rows at the beginnings of their parts; zeros follow them."""
     (output,), (operand, counts) = i.outputs, i.reads
     kind, shape = context.type(operand), context.local(output)
-    rows = rows_of(parts_of(kind, context.rank), kind.shape[1])
+    rows = _rows_by(counts, parts_of(kind, context.rank), context)
     numbers, is_exact = _numbers(i, context, kind.shape[2]), _is_exact(i, context)
 
     def put(x: Tensor, counted: Any, out: Tensor | None = None) -> Tensor:
@@ -239,7 +252,7 @@ def post(i: Instruction, context: Context) -> PlanStep:
     assert comm is not None
     context.bind_name(i.outputs[0])
     sent, received = moves(comm, rank)
-    rows, size, n = rows_of((*sent, *received), comm.shape[1]), row_size(comm), len(sent)
+    rows, size, n = _rows_by(i.reads[-1], (*sent, *received), context), row_size(comm), len(sent)
     numbers, is_exact = _numbers(i, context, comm.shape[2]), _is_exact(i, context)
     call = comm.part(rank).call
     assert call is not None

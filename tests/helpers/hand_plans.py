@@ -215,15 +215,9 @@ def _parts_of_stages(m: Model, n: Mapping[str, int]) -> dict[str, float]:
 
 
 def _experts(m: Model, n: Mapping[str, int]) -> dict[str, float]:
-    """Rows to experts and back, each way, and gradients of other parameters."""
+    """Rows to experts and back, each way, their i64 counts, gradients of other parameters."""
     rows = 4 * m.length * m.chosen * m.width * BYTES
-    return {"ep": share(n["ep"]) * (rows + 2 * m.bytes(but=_EXPERTS))}
-
-
-def _counts(m: Model, sizes: Mapping[str, int]) -> dict[str, float]:
-    """The i64 counts of rows for each expert, which all ranks get of all parts of the tokens."""
-    whole = math.prod(sizes.values()) * m.experts * 8
-    return {a: by * share(math.prod(sizes.values())) * whole for a, by in _parts(sizes).items()}
+    return {"ep": share(n["ep"]) * (rows + 8 * m.experts + 2 * m.bytes(but=_EXPERTS))}
 
 
 def _parts(sizes: Mapping[str, int]) -> dict[str, float]:
@@ -236,10 +230,9 @@ def _parts(sizes: Mapping[str, int]) -> dict[str, float]:
     return {a: (k - 1) * n / max(total, 1) for (a, k), n in zip(sizes.items(), inside, strict=True)}
 
 
-#: Posts of parameters; all ranks get the counts of rows of experts. Where tp holds copies, each of
-#: them may reduce a share of a router's gradient along dp or fsdp, and one post along tp brings the
-#: shares together.
-_EACH, _SHARDED = (1, 0, 1), (3, 0, 1)
+#: Posts of parameters. Where tp holds copies, each of them may reduce a share of a router's gradient
+#: along dp or fsdp, and one post along tp brings the shares together.
+_EACH, _SHARDED = (1, 0, 0), (3, 0, 0)
 
 STYLES: dict[str, Style] = {
     "ddp": Style(("dp",), ("dp",), _data("dp"), {"dp": _EACH}),
@@ -257,7 +250,7 @@ STYLES: dict[str, Style] = {
                        {"dp": _EACH, "fsdp": _SHARDED, "tp": (0, 4, 4)}, gather=("fsdp",)),
     "dp x tp + sequence": Style(("dp", "tp"), ("dp",), _both(_data("dp"), _sequence),
                                 {"dp": _EACH, "tp": (0, 10, 4)}, sequence=("tp",)),
-    "cp": Style(("cp",), (), _context, {"cp": (1, 4, 1)}, sequence=("cp",)),
+    "cp": Style(("cp",), (), _context, {"cp": (1, 4, 0)}, sequence=("cp",)),
     "pp x fsdp x tp": Style(("pp", "fsdp", "tp"), ("fsdp",),
                             _both(_stages, _sharded, _tensor),
                             {"pp": (0, 2, 0), "fsdp": _SHARDED, "tp": (0, 4, 4)}, gather=("fsdp",)),
@@ -398,9 +391,6 @@ def rows(model: Model, style: Style, mesh: DeviceMesh) -> list[Row]:
     program = mf.compile(layer(model, style, mesh), mf.Options(overlap="never", context="gather"))
     sizes = {a: mesh.axis_size(a) for a in mesh.axes}
     by_hand = style.received(model, sizes)
-    tokens = {a: n for a, n in sizes.items() if a in (*style.batch, *style.sequence) and a != "tp"}
-    for axis, size in _counts(model, tokens).items():
-        by_hand[axis] += size
     received, posts = dict.fromkeys(by_hand, 0.0), dict.fromkeys(by_hand, 0)
     for instruction, arrived in arriving(program.host, 0):
         for axis, part in _parts({a: sizes[a] for a in _axes(instruction.comm)}).items():
