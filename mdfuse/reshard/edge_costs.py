@@ -193,8 +193,18 @@ class MoveCosts:
         parts = self.part(node), self.part(move.after)
         arrives = arriving(move.kind, self.count(move.axes), *parts)
         if not self.is_timed:
-            return arrives
+            return self.dearer(arrives) if self.is_early(move, node) else arrives
         return nanoseconds(1, arrives, self.between_hosts(move, parts), self.itemsize)
+
+    def is_early(self, move: Move, node: LayoutNode) -> bool:
+        """Return whether whole terms travel along an axis which the goal's parts alone need travel.
+
+        Gradients are split along an inner axis, and summed along an outer one, whose ranks may be
+        on other hosts: what is shared out along both first saves little, and the outer axis pays.
+        """
+        axes = move.axes if move.kind in ("Allreduce", "ReduceScatter") else ()
+        is_whole = any(self.target[a] is None for a in axes)
+        return is_whole and any(self.target[a] is not None for a in node.partial)
 
     def between_hosts(self, move: Move, parts: tuple[int, int]) -> int:
         """Return the inter-host volume of a collective."""
