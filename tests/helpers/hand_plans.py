@@ -7,6 +7,8 @@ forward and a backward, as the source of the style gives it:
 - data parallel: Li et al., PyTorch Distributed (arXiv:2006.15704): gradients are all-reduced.
 - fully sharded: Zhao et al., PyTorch FSDP (arXiv:2304.11277): parameters are gathered in the
   forward and again in the backward, gradients are reduce-scattered; hybrid: and all-reduced.
+  `torch.distributed.fsdp.fully_shard` cuts dim 0 of each parameter, or of the part that tensor
+  parallelism left, by `torch.chunk`, and pads what it gathers and scatters to equal chunks.
 - tensor parallel: Shoeybi et al., Megatron-LM (arXiv:1909.08053): two all-reduces of the hidden
   states each way.
 - with sequences split: Korthikanti et al. (arXiv:2205.05198): an all-gather and a reduce-scatter in
@@ -16,8 +18,9 @@ forward and a backward, as the source of the style gives it:
 - pipelines: Narayanan et al. (arXiv:2104.04473): a stage receives the hidden states of the one
   before it, and their gradient from the one behind it.
 - experts: Lepikhin et al., GShard (arXiv:2006.16668): each token goes to its experts and back by
-  all-to-alls, and so do the gradients; all other parameters are data parallel. Where matrices of
-  experts are split inside, gradients of the weights of tokens are all-reduced, too.
+  all-to-alls, and so do the gradients; all other parameters are data parallel. Counts of rows go
+  ahead in 64 bits, by an all-to-all (torchtitan) or a gather along `ep` (Megatron-LM). Where
+  matrices of experts are split inside, gradients of the weights of tokens are all-reduced, too.
 - context parallel: Grattafiori et al., Llama 3 (arXiv:2407.21783): keys and values are gathered,
   and their gradients reduce-scattered; those of parameters are all-reduced.
 
@@ -86,10 +89,18 @@ class Model:
             **(experts if e else {}),
         }
 
+    def padded(self, tp: int, parts: int) -> int:
+        """The number of parameters of which over 1/64 would be padding of equal parts."""
+        rows = [n // tp if split == 0 else n for (n, *_), split in self.parameters.values()]
+        return sum(-n % parts * 64 > n for n in rows)
+
     def bytes(self, tp: int = 1, but: Collection[str] = (), parts: int = 1) -> float:
         """The bytes of the parameters that a rank has where tensor parallelism splits them.
 
-        The rows that are left are padded to equal parts, as FSDP does.
+        Args:
+            tp: the ranks of tensor parallelism.
+            but: parameters that are left out.
+            parts: to how many equal parts the rows that are left are padded: FSDP's alone.
         """
         total = 0.0
         for name, ((rows, *others), split) in self.parameters.items():
@@ -142,11 +153,19 @@ class Style:
     gather: tuple[str, ...] = ()
     experts: tuple[str, ...] = ()
 
-    def posts_of(self, model: Model, axis: str, ranks: int) -> int:
-        """The posts of a layer along an axis of some ranks by hand."""
-        each, layer, experts = self.posts[axis]
+    def posts_of(self, model: Model, axis: str, sizes: Mapping[str, int]) -> int:
+        """The posts of a layer along an axis by hand, and one more for each gradient of few rows.
+
+        Where these would be padded, and other axes are beside, they are scattered along another
+        dim, and exchanged then: fewer bytes in two posts.
+        """
+        ranks, (each, layer, experts) = sizes[axis], self.posts[axis]
         total = each * len(model.parameters) + layer + (experts if model.experts else 0)
-        if axis == "tp" and model.kv_heads % ranks:  # of keys, values, and their gradients
+        if axis in self.gather and len(sizes) > 1:
+            total += model.padded(sizes.get("tp", 1), ranks)
+        if axis == "tp" and model.heads % ranks:  # these, and weights where they are fewer bytes
+            total += 6
+        elif axis == "tp" and model.kv_heads % ranks:  # of keys, values, and their gradients
             total += 4 - (model.experts > 0)
         return total
 
@@ -179,9 +198,13 @@ def _of_heads(m: Model, n: Mapping[str, int]) -> float:
 
     With fewer heads of keys than ranks, keys and values are gathered, and gradients are scattered,
     or all-reduced where a norm reads whole heads. Norms of heads, and weights of tokens, are small.
+    Heads that do not divide among ranks, which Megatron-LM refuses, are whole on each rank: queries,
+    keys, values, and the gradient of what they yield, are gathered.
     """
     is_few, numbers = bool(m.kv_heads % n["tp"]), 0
-    if is_few:
+    if m.heads % n["tp"]:
+        numbers += 2 * (m.heads + m.kv_heads) * m.head * m.length
+    elif is_few:
         numbers += (5 if m.experts else 4) * m.kv_heads * m.head * m.length
     if m.experts:
         numbers += 2 * (m.head * (1 if is_few else 2) + m.chosen * m.length)
@@ -397,7 +420,7 @@ def rows(model: Model, style: Style, mesh: DeviceMesh) -> list[Row]:
             received[axis] += part * arrived
             posts[axis] += 1
     return [
-        Row(a, received[a], by_hand[a], posts[a], style.posts_of(model, a, mesh.axis_size(a)))
+        Row(a, received[a], by_hand[a], posts[a], style.posts_of(model, a, sizes))
         for a in by_hand
     ]
 
