@@ -45,13 +45,17 @@ def rows_of(cells: Sequence[Cell], experts: int, first: int = 0) -> _Rows:
     Numbers of Python take 3 us for four ranks, calls of torch on small tensors 50 (2 busy cores).
     """
     n = experts + 1
-    held = (((p - first) * n, (q - first) * n, *x) if p < q else (0, 0, 0, 0) for (p, q), x in cells)
-    at = [(p + e, p + f, q + e, q + f) for p, q, e, f in held]
+    at = [_corners(p - first, q - first, x, n) if p < q else (0,) * 4 for (p, q), x in cells]
 
     def look_up(sums: Fetched) -> list[int]:
         return [sums[d] - sums[b] - sums[c] + sums[a] for a, b, c, d in at]
 
     return look_up
+
+
+def _corners(start: int, stop: int, experts: tuple[int, int], n: int) -> tuple[int, ...]:
+    """Return the places of four sums, of n in a row, that make those of parts and experts."""
+    return tuple(p * n + e for p in (start, stop) for e in experts)
 
 
 def _rows_by(counts: str, cells: Sequence[Cell], context: Context) -> _Rows:
@@ -74,7 +78,7 @@ def sums_of(table: Sequence[Sequence[int]], experts: int) -> Fetched:
 
 
 def fetch(i: Instruction, context: Context) -> list[Line]:
-    """Bring counts to the host; where all ranks know all of them, they refuse wrong ones together."""
+    """Bring counts to the host; ranks that all know all of them refuse wrong ones together."""
     (output,), (counts,) = i.outputs, i.reads
     read = _reader(counts, i.kwargs["most"], i, context)
     experts = context.type(output).shape[1]
@@ -121,7 +125,7 @@ def _problem(table: list[list[int]], most: int, each: int | None, first: int) ->
 
 
 def _is_everywhere(name: str, context: Context) -> bool:
-    """Tell whether all ranks of the program fetch all of a value, so that they refuse it together."""
+    """Tell whether all ranks of the program fetch all of a value, and so refuse it together."""
     layout = context.type(name).layout
     if layout is None or any(layout.mesh.axis_size(a) > 1 for a in layout.split_axes(0)):
         return False

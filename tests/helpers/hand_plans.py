@@ -117,13 +117,14 @@ MODELS = {
     "Qwen3-30B-A3B": Model(2048, 32, 4, 128, 768, experts=128, chosen=8),
 }
 
-#: Models beside those of the table: with few heads of keys, or small experts.
+#: Models beside those of the table: with few heads of keys, small experts, or 40 of them.
 OTHERS = {
     "Gemma-3 1B": Model(1152, 4, 1, 256, 6912),
     "Gemma-2 2B": Model(2304, 8, 4, 256, 9216),
     "Qwen2.5 0.5B": Model(896, 14, 2, 64, 4864),
     "Phi-4": Model(5120, 40, 10, 128, 17920),
     "OLMoE": Model(2048, 16, 16, 128, 1024, experts=64, chosen=8),
+    "Granite-3.0 3B": Model(1536, 24, 8, 64, 512, experts=40, chosen=8),
 }
 
 #: The parameters of experts, which expert parallelism splits.
@@ -198,8 +199,8 @@ def _of_heads(m: Model, n: Mapping[str, int]) -> float:
 
     With fewer heads of keys than ranks, keys and values are gathered, and gradients are scattered,
     or all-reduced where a norm reads whole heads. Norms of heads, and weights of tokens, are small.
-    Heads that do not divide among ranks, which Megatron-LM refuses, are whole on each rank: queries,
-    keys, values, and the gradient of what they yield, are gathered.
+    Heads that do not divide among ranks, which Megatron-LM refuses, are whole on each rank:
+    queries, keys, values, and the gradient of what they yield, are gathered.
     """
     is_few, numbers = bool(m.kv_heads % n["tp"]), 0
     if m.heads % n["tp"]:
@@ -238,9 +239,18 @@ def _parts_of_stages(m: Model, n: Mapping[str, int]) -> dict[str, float]:
 
 
 def _experts(m: Model, n: Mapping[str, int]) -> dict[str, float]:
-    """Rows to experts and back, each way, their i64 counts, gradients of other parameters."""
-    rows = 4 * m.length * m.chosen * m.width * BYTES
-    return {"ep": share(n["ep"]) * (rows + 8 * m.experts + 2 * m.bytes(but=_EXPERTS))}
+    """Rows to experts and back, each way, their i64 counts, and gradients.
+
+    Those of experts are all-reduced along axes but ep, those of other parameters along all.
+    """
+    rows = 4 * m.length * m.chosen * m.width * BYTES + 8 * m.experts
+    received = {"ep": share(n["ep"]) * rows}
+    others, outside = m.bytes(but=_EXPERTS), {a: k for a, k in n.items() if a != "ep"}
+    for size, axes in ((others, n), ((m.bytes() - others) / n["ep"], outside)):
+        for axis, part in _parts(axes).items():
+            brought = part * 2 * share(math.prod(axes.values())) * size
+            received[axis] = received.get(axis, 0) + brought
+    return received
 
 
 def _parts(sizes: Mapping[str, int]) -> dict[str, float]:
@@ -253,8 +263,8 @@ def _parts(sizes: Mapping[str, int]) -> dict[str, float]:
     return {a: (k - 1) * n / max(total, 1) for (a, k), n in zip(sizes.items(), inside, strict=True)}
 
 
-#: Posts of parameters. Where tp holds copies, each of them may reduce a share of a router's gradient
-#: along dp or fsdp, and one post along tp brings the shares together.
+#: Posts of parameters. Where tp holds copies, each of them may reduce a share of a router's
+#: gradient along dp or fsdp, and one post along tp brings the shares together.
 _EACH, _SHARDED = (1, 0, 0), (3, 0, 0)
 
 STYLES: dict[str, Style] = {
@@ -282,6 +292,8 @@ STYLES: dict[str, Style] = {
                             {"pp": (0, 2, 0), "fsdp": _SHARDED, "tp": (0, 10, 4)},
                             ("tp",), ("fsdp",)),
     "ep": Style(("ep",), ("ep",), _experts, {"ep": (1, 0, 2)}, experts=("ep",)),
+    "dp x ep": Style(("dp", "ep"), ("dp", "ep"), _experts, {"dp": _EACH, "ep": (1, 0, 2)},
+                     experts=("ep",)),
 }  # fmt: skip
 
 
@@ -309,7 +321,8 @@ def layer(
         for on in meshes:
             y = F.set(y).on(on, between) if on != first else y
             some, read = _parameters(fd, model, style, on, dtype)
-            experts = mf.Layout(on, {"ep": Shard(1)}) if "ep" in on.axes else None
+            there = {a: Shard(1) if a in style.experts else Shard(0) for a in style.batch}
+            experts = mf.Layout(on, there) if style.experts else None
             y = F.set(computed(model, y, read, parts, experts)).on(on, between)
             parameters += some
         grads = mf.grad((y * dy).sum(), [x, *parameters])
@@ -385,7 +398,7 @@ def _by_experts(
     hidden = F.silu(F.grouped_mm(grouped, w["gate"])) * F.grouped_mm(grouped, w["up"])
     y = F.grouped_mm(hidden, w["down"])
     if experts is not None:
-        y = F.set(y).on(experts.mesh, {a: Shard(0) for a in experts.mesh.axes})
+        y = F.set(y).on(experts.mesh, {a: Shard(0) for _, axes in experts.splits for a in axes})
     return F.ungroup_rows(y, ids, weights)
 
 
@@ -420,8 +433,7 @@ def rows(model: Model, style: Style, mesh: DeviceMesh) -> list[Row]:
             received[axis] += part * arrived
             posts[axis] += 1
     return [
-        Row(a, received[a], by_hand[a], posts[a], style.posts_of(model, a, sizes))
-        for a in by_hand
+        Row(a, received[a], by_hand[a], posts[a], style.posts_of(model, a, sizes)) for a in by_hand
     ]
 
 

@@ -19,9 +19,9 @@ import torch
 
 from mdfuse.communication import Communication
 from mdfuse.errors import Source
+from mdfuse.hir.counted_rows import is_held
 from mdfuse.hir.emit.sets import Emitter, emit_steps, local
 from mdfuse.hir.program import BufferType, Instruction
-from mdfuse.hir.counted_rows import is_held
 from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
 from mdfuse.layouts.layout import Layout, Shard
 from mdfuse.passes.count_rows import way
