@@ -304,8 +304,8 @@ def _fetch(before: BufferType, after: BufferType) -> str | None:
     if len(before.shape) != 2 or before.dtype.is_floating_point or before.dtype.is_complex:
         return "what is fetched is integers, of parts and experts"
     chunk = chunk_of(layout)
-    kept = plain(layout, 2)
-    is_of_parts = {*kept.placements} <= {Replicate(), Shard(0)} and not kept.reaches
+    real = plain(layout, 2)
+    is_of_parts = {*real.placements} <= {Replicate(), Shard(0)} and not real.reaches
     if not is_of_parts or (chunk is not None and chunk.op != "sum"):
         return f"ranks hold all counts of some parts of what is fetched, not {layout}"
     if (after.shape, after.dtype) != (before.shape, torch.int64):
