@@ -188,12 +188,13 @@ class MoveCosts:
         if move.kind == "Exchange":
             return self.exchange(node, move.after) if self.is_timed else self.to_go(node)
         if move.kind == "ReduceExchange":
-            price = self.exchange(node, move.after)
-            return price if self.is_timed else self.dearer(price)
+            exchanged = self.exchange(node, move.after)
+            return exchanged if self.is_timed else self.dearer(exchanged)
         parts = self.part(node), self.part(move.after)
         arrives = arriving(move.kind, self.count(move.axes), *parts)
         if not self.is_timed:
-            return self.later(arrives, move, node)
+            price: int = self.later(arrives, move, node)
+            return price
         return nanoseconds(1, arrives, self.between_hosts(move, parts), self.itemsize)
 
     def later(self, arrives: Any, move: Move, node: LayoutNode) -> Any:
