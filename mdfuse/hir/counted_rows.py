@@ -7,7 +7,8 @@
 A value `f32[parts,experts,bound,…]` has `%c[p,e]` rows at each place of its first two dims, and
 only these are stored: part by part, in a part expert by expert. A rank holds the rows of its box of
 parts and experts; it sends another rank those that are in the boxes of both. So what ranks send and
-receive are sums over boxes of one table that all of them know, and fit together by construction.
+receive are sums over boxes of one table, and fit together by construction. A rank knows the counts
+of all parts, or of those that outer axes leave it, along which no row moves: `(dp=S0, ep=R)`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from mdfuse.layouts.boxes import Interval, box_size, intersect, nth_chunk
 
 if TYPE_CHECKING:
     from mdfuse.hir.program import BufferType, HostProgram, Instruction
+    from mdfuse.layouts.layout import Layout
 
 #: The parts and the experts whose rows are held, or moved.
 Cell = tuple[Interval, Interval]
@@ -54,9 +56,13 @@ def cells_of(plain: BufferType, kind: BufferType, rank: int) -> tuple[Cell, ...]
     return tuple(((p, p + 1), group) for p in range(start, stop) for group in groups)
 
 
-def blocks_of(plain: BufferType, kind: BufferType, rank: int) -> RowBlocks:
-    """Return how the cells of a rank's plain buffer lie among all counts; see `cells_of`."""
-    parts, experts = cell_of(kind, rank)
+def blocks_of(plain: BufferType, kind: BufferType, rank: int, first: int = 0) -> RowBlocks:
+    """Return how the cells of a rank's plain buffer lie among counts of parts from `first` on.
+
+    See `cells_of`.
+    """
+    (start, stop), experts = cell_of(kind, rank)
+    parts = (start - first, stop - first) if start < stop else (0, 0)
     if not is_grouped(plain, kind):
         return RowBlocks(parts=parts, experts=experts, groups=1, width=box_size((experts,)))
     groups = box_size(plain.box(rank)[1:2])
@@ -71,6 +77,13 @@ def is_grouped(plain: BufferType, kind: BufferType) -> bool:
 def group_size(plain: BufferType, kind: BufferType) -> int:
     """Return how many experts the largest group has."""
     return -(-kind.shape[1] // max(plain.shape[1], 1))
+
+
+def is_held(axes: Sequence[str], layout: Layout) -> bool:
+    """Return whether ranks hold rows of no other parts than these axes, outermost first, leave."""
+    real = [a for a in layout.split_axes(0) if layout.mesh.axis_size(a) > 1]
+    is_plain = 0 not in layout.in_runs and layout.reach(0) is None
+    return not axes or (is_plain and real[: len(axes)] == [*axes])
 
 
 @lru_cache(maxsize=1024)

@@ -38,18 +38,39 @@ Fetched = list[int]
 _Rows = Callable[[Fetched], list[int]]
 
 
-def rows_of(cells: Sequence[Cell], experts: int) -> _Rows:
+def rows_of(cells: Sequence[Cell], experts: int, first: int = 0) -> _Rows:
     """Return the function that looks the rows of cells up in a fetched value.
+
+    Args:
+        cells: the parts and experts of each.
+        experts: how many there are.
+        first: the part with which the fetched value begins.
 
     Numbers of Python take 3 us for four ranks, calls of torch on small tensors 50 (2 busy cores).
     """
     n = experts + 1
-    at = [(p * n + e, p * n + f, q * n + e, q * n + f) for (p, q), (e, f) in cells]
+    at = [_corners(p - first, q - first, x, n) if p < q else (0,) * 4 for (p, q), x in cells]
 
     def look_up(sums: Fetched) -> list[int]:
         return [sums[d] - sums[b] - sums[c] + sums[a] for a, b, c, d in at]
 
     return look_up
+
+
+def _corners(start: int, stop: int, experts: tuple[int, int], n: int) -> tuple[int, ...]:
+    """Return the places of four sums, of n in a row, that make those of parts and experts."""
+    return tuple(p * n + e for p in (start, stop) for e in experts)
+
+
+def _rows_by(counts: str, cells: Sequence[Cell], context: Context) -> _Rows:
+    """Return `rows_of` for cells whose rows some counts count, of parts that this rank knows."""
+    return rows_of(cells, context.type(counts).shape[1], context.box(counts)[0][0])
+
+
+def _blocks(plain: str, rows: str, counts: str, context: Context) -> packed_rows.RowBlocks:
+    """Return how the cells of a rank's plain buffer lie among the counts that it knows."""
+    first = context.box(counts)[0][0]
+    return blocks_of(context.type(plain), context.type(rows), context.rank, first)
 
 
 def sums_of(table: Sequence[Sequence[int]], experts: int) -> Fetched:
@@ -67,7 +88,7 @@ def sums_of(table: Sequence[Sequence[int]], experts: int) -> Fetched:
 
 
 def fetch(i: Instruction, context: Context) -> list[Line]:
-    """Bring counts to the host; ranks that all know them refuse wrong ones together."""
+    """Bring counts to the host; ranks that all know all of them refuse wrong ones together."""
     (output,), (counts,) = i.outputs, i.reads
     read = _reader(counts, i.kwargs["most"], i, context)
     experts = context.type(output).shape[1]
@@ -84,13 +105,13 @@ def _reader(
     """Return the function that reads counts on the host, and refuses too many rows of a part."""
     what, where = f"@{context.program.name}: %{base_name(counts)}", context.where(i)
     is_all = _is_everywhere(counts, context)
-    kind, because = (CountsError, _ALL_KNOW) if is_all else (ProgramError, _STAGE_KNOWS)
-    each = i.kwargs.get("each")
+    kind, because = (CountsError, _ALL_KNOW) if is_all else (ProgramError, _SOME_KNOW)
+    each, first = i.kwargs.get("each"), context.box(counts)[0][0]
     hint = _BOUND if each is None else _CAPACITY
 
     def read(counted: Tensor) -> list[list[int]]:
         table: list[list[int]] = counted.tolist()
-        problem = _problem(table, most, each)
+        problem = _problem(table, most, each, first)
         if problem is not None:
             raise kind(f"{what} counts {problem}", where=where, because=because, hint=hint)
         return table
@@ -98,9 +119,9 @@ def _reader(
     return read
 
 
-def _problem(table: list[list[int]], most: int, each: int | None) -> str | None:
-    """Return what is wrong with counts of parts and experts; None: nothing."""
-    cells = [(n, p, e) for p, row in enumerate(table) for e, n in enumerate(row)]
+def _problem(table: list[list[int]], most: int, each: int | None, first: int) -> str | None:
+    """Return what is wrong with counts of parts, from one on, and experts; None: nothing."""
+    cells = [(n, p, e) for p, row in enumerate(table, first) for e, n in enumerate(row)]
     least, n = (of(cells, key=itemgetter(0), default=(0, 0, 0)) for of in (min, max))
     if least[0] < 0:
         return f"{least[0]} rows"
@@ -110,17 +131,19 @@ def _problem(table: list[list[int]], most: int, each: int | None) -> str | None:
     total = max(rows, default=0)
     if total <= most:
         return None
-    return f"{total} rows of part {rows.index(total)}, of which there may be {most}"
+    return f"{total} rows of part {first + rows.index(total)}, of which there may be {most}"
 
 
 def _is_everywhere(name: str, context: Context) -> bool:
-    """Tell whether all ranks of the program fetch a value, so that they refuse it together."""
+    """Tell whether all ranks of the program fetch all of a value, and so refuse it together."""
     layout = context.type(name).layout
-    return layout is not None and all(r in layout.mesh for m in context.program.meshes for r in m)
+    if layout is None or any(layout.mesh.axis_size(a) > 1 for a in layout.split_axes(0)):
+        return False
+    return all(r in layout.mesh for m in context.program.meshes for r in m)
 
 
 _ALL_KNOW = "all ranks know all counts, so that all of them refuse the run before they post rows"
-_STAGE_KNOWS = "the ranks of this stage know all of its counts, and end the run on all ranks"
+_SOME_KNOW = "the ranks that exchange these rows know their counts, and end the run on all ranks"
 _CAPACITY = "state a higher capacity=, or drop rows behind it: group_rows(..., drop=True)"
 _BOUND = "let the bound be what a part may have at most, or drop rows before they are counted"
 
@@ -151,7 +174,7 @@ def alloc(i: Instruction, context: Context) -> list[Line]:
         return []
     kind = context.type(output)
     _, *inner = context.local(output)
-    rows = rows_of([cell_of(kind, context.rank)], kind.shape[1])
+    rows = _rows_by(counts, [cell_of(kind, context.rank)], context)
     how: dict[str, Any] = {"dtype": kind.dtype, "device": context.device}
 
     def make(fetched: Fetched) -> Tensor:
@@ -177,7 +200,7 @@ def pack(i: Instruction, context: Context) -> list[Line]:
     kind, source = context.type(output), context.ref(operand)
     args, target = (source, context.ref(counts)), context.ref(output)
     if not _is_exact(i, context):
-        blocks = blocks_of(context.type(operand), kind, context.rank)
+        blocks = _blocks(operand, output, counts, context)
         before, after = context.local(operand), context.local(output)
         is_block = blocks.number == 1 and math.prod(before) == math.prod(after)
         if is_block and not context.has_buffer(output):
@@ -185,7 +208,7 @@ def pack(i: Instruction, context: Context) -> list[Line]:
             return [Line(run="reshape", args=(source, after), into=target.slot, shares=shares)]
         run = partial(packed_rows.pack, blocks=blocks)
         return [*empty(output, None, context), Line(run=run, args=(target, *args))]
-    rows = rows_of(cells_of(context.type(operand), kind, context.rank), kind.shape[1])
+    rows = _rows_by(counts, cells_of(context.type(operand), kind, context.rank), context)
     dims = len(context.local(operand)) - len(context.local(output))
 
     def take(x: Tensor, sums: Fetched) -> Tensor:
@@ -211,11 +234,9 @@ def unpack(i: Instruction, context: Context) -> list[Line]:
     kind, shape = context.type(operand), context.local(output)
     args = (context.ref(operand), context.ref(counts))
     if not _is_exact(i, context):
-        run = partial(
-            packed_rows.unpack, blocks=blocks_of(context.type(output), kind, context.rank)
-        )
+        run = partial(packed_rows.unpack, blocks=_blocks(output, operand, counts, context))
         return [*empty(output, None, context), Line(run=run, args=(context.ref(output), *args))]
-    rows = rows_of(cells_of(context.type(output), kind, context.rank), kind.shape[1])
+    rows = _rows_by(counts, cells_of(context.type(output), kind, context.rank), context)
     dims = len(shape) - len(context.local(operand))
 
     def put(x: Tensor, sums: Fetched, out: Tensor | None = None) -> Tensor:
@@ -254,7 +275,7 @@ def post(i: Instruction, context: Context) -> PlanStep:
     _check_readable(i, context)
     context.bind_name(i.outputs[0])
     sent, received = moves(comm, rank)
-    rows, size, n = rows_of((*sent, *received), comm.shape[1]), row_size(comm), len(sent)
+    rows, size, n = _rows_by(i.reads[-1], (*sent, *received), context), row_size(comm), len(sent)
     numbers, is_exact = _numbers(i, context, comm.shape[2]), _is_exact(i, context)
     call = comm.part(rank).call
     assert call is not None

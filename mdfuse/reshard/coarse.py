@@ -88,7 +88,7 @@ def _arriving(search: Search, way: _Way) -> tuple[int, int, int]:
     """
     each: Any = np.zeros(search.sizes, int)
     for node, move in way:
-        each = each + _arriving_by(search, node, move)
+        each = each + search.later(_arriving_by(search, node, move), move, node)
     spans = sum(search.spanned(node, move) for node, move in way)
     return spans, int(each.max()), int(each.sum())
 

@@ -188,13 +188,26 @@ class MoveCosts:
         if move.kind == "Exchange":
             return self.exchange(node, move.after) if self.is_timed else self.to_go(node)
         if move.kind == "ReduceExchange":
-            price = self.exchange(node, move.after)
-            return price if self.is_timed else self.dearer(price)
+            exchanged = self.exchange(node, move.after)
+            return exchanged if self.is_timed else self.dearer(exchanged)
         parts = self.part(node), self.part(move.after)
         arrives = arriving(move.kind, self.count(move.axes), *parts)
         if not self.is_timed:
-            return arrives
+            price: int = self.later(arrives, move, node)
+            return price
         return nanoseconds(1, arrives, self.between_hosts(move, parts), self.itemsize)
+
+    def later(self, arrives: Any, move: Move, node: LayoutNode) -> Any:
+        """Return what arrives, an eighth dearer where a sum along one axis waits for no split.
+
+        Gradients are split along an inner axis, and summed along an outer one, whose ranks may be
+        on other hosts: where it shares them out first, it carries all of them for bytes that the
+        other spares.
+        """
+        axes = move.axes if move.kind in ("Allreduce", "ReduceScatter") else ()
+        is_whole = any(self.target[a] is None for a in axes)
+        is_early = is_whole and any(self.target[a] is not None for a in node.partial)
+        return arrives * 9 // 8 if is_early else arrives
 
     def between_hosts(self, move: Move, parts: tuple[int, int]) -> int:
         """Return the inter-host volume of a collective."""

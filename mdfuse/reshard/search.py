@@ -178,7 +178,8 @@ class Search(MoveCosts):
         dims = self.known_dims.get((a, is_free))
         if dims is None:
             to = self.target[a]
-            shares = is_free and self.source.stream is None and not self.is_plain
+            is_shared = to is None and self.is_plain  # its ranks hold copies at the end
+            shares = is_free and self.source.stream is None and not is_shared
             dims = [d for d in self.dims if d != to] if shares else []
             dims = [to, *dims] if to is not None and to in self.dims else dims
             self.known_dims[a, is_free] = dims
@@ -222,7 +223,8 @@ class Search(MoveCosts):
                 reduced = node._replace(partial=tuple(p for p in node.partial if p not in axes))
                 yield Move("Allreduce", reduced, axes)
                 even = [d for d in self.dims if self.is_even(d, (*node.splits[d], *axes))]
-                even = even if self.source.stream is None else []
+                is_shared = self.is_plain and any(self.target[a] is None for a in axes)
+                even = even if self.source.stream is None and not is_shared else []
                 # P[a] P[b] -> S(d)[a, b]: ReduceScatter
                 for order, d in product(permutations(axes), even) if even else ():
                     after = reduced

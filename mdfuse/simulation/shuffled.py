@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.errors import CountsError
+from mdfuse.errors import ProgramError
 from mdfuse.hir.instructions import MEMORY
 from mdfuse.plan.build import Plan
 from mdfuse.plan.context import PlanStep
@@ -214,7 +214,7 @@ class _Queues:
             slots = self.slots if number is None else [_filled(x, number) for x in self.slots]
             try:
                 step.run(slots)
-            except (RuntimeError, IndexError, CountsError):
+            except (RuntimeError, IndexError, ProgramError):
                 if number == 0:
                     raise
             else:

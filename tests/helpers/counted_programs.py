@@ -14,10 +14,10 @@ _TEXT = """
 host @counted on mesh({mesh}) {{
   input %x: {t}[1,{T},{d}] of [{P},{T},{d}] ({split})
   input %n: i64[1,{E}] of [{P},{E}] ({split})
-  %n.all: i64[{P},{E}] ({whole}) = alloc
+  %n.all: i64{known} ({whole}) = alloc
   %a = post {gather}(%n) -> %n.all i64[{P},{E}] ({split}) => ({whole}){axes}
   wait %a
-  %c: i64[{P},{E}] ({whole}) = fetch(%n.all, most={T})
+  %c: i64{known} ({whole}) = fetch(%n.all, most={T})
   free %n.all
   %s: {t}[<={T}:%c,{d}] of [{P},{E},{T},{d}] ({split}) = pack_rows(%x, %c)
   %r: {t}[<={R}:%c,{d}] of [{P},{E},{T},{d}] ({there}) = alloc(%c)
@@ -51,6 +51,8 @@ class Counted:
         dtype: as programs print it.
         parts: how many; by default one for each rank.
         is_fetched: the host waits for the counts; else each rank reads them in its memory.
+        is_near: a rank knows the counts of its part of the outer axes alone, along which no row
+            moves; else all counts.
     """
 
     axes: tuple[int, ...] = (2,)
@@ -60,6 +62,7 @@ class Counted:
     dtype: str = "f32"
     parts: int = 0
     is_fetched: bool = True
+    is_near: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", self.parts or math.prod(self.axes))
@@ -72,13 +75,16 @@ class Counted:
         named = ("pp", "dp", "ep")[-len(self.axes) :]
         ep = self.parts // math.prod(self.axes[:-1])
         is_even = self.parts == self.ranks  # an exchange needs no padding
-        axes = f" axes=[{','.join(named)}] dim=0" if len(named) > 1 else " axis=ep dim=0"
+        gathered = ("ep",) if self.is_near else named
+        over = f"axes=[{','.join(gathered)}]" if len(gathered) > 1 else "axis=ep"
+        axes, near = f" {over} dim=0", f"[{ep},{self.experts}] of " if self.is_near else ""
         split = ", ".join(f"{a}=S0" for a in named)
         return _TEXT.format(
             mesh=", ".join(f"{a}={n}" for a, n in zip(named, self.axes, strict=True)),
             split=split,
             there=split.replace("ep=S0", "ep=S1"),
-            whole=", ".join(f"{a}=R" for a in named),
+            whole=", ".join(f"{a}={'R' if a in gathered else 'S0'}" for a in named),
+            known=f"{near}[{self.parts},{self.experts}]",
             gather="allgather" if is_even else "exchange", axes=axes if is_even else "",
             P=self.parts, E=self.experts, T=self.most, d=self.width, R=ep * self.most,
             t=self.dtype, go="dim=0 to_dim=1", back="dim=1 to_dim=0",
@@ -127,4 +133,7 @@ CASES = (
     Counted(axes=(2, 2), experts=3, most=5, width=2, is_fetched=False),
     Counted(axes=(3,), experts=4, most=4, dtype="bf16", is_fetched=False),
     Counted(axes=(2, 1, 2), experts=8, most=9, dtype="bf16"),
+    Counted(axes=(3, 2), experts=3, most=5, width=2, is_near=True),
+    Counted(axes=(2, 2), experts=4, most=4, dtype="bf16", is_fetched=False, is_near=True),
+    Counted(axes=(2, 1, 2), experts=5, most=7, is_near=True),
 )

@@ -7,6 +7,8 @@ forward and a backward, as the source of the style gives it:
 - data parallel: Li et al., PyTorch Distributed (arXiv:2006.15704): gradients are all-reduced.
 - fully sharded: Zhao et al., PyTorch FSDP (arXiv:2304.11277): parameters are gathered in the
   forward and again in the backward, gradients are reduce-scattered; hybrid: and all-reduced.
+  `torch.distributed.fsdp.fully_shard` cuts dim 0 of each parameter, or of the part that tensor
+  parallelism left, by `torch.chunk`, and pads what it gathers and scatters to equal chunks.
 - tensor parallel: Shoeybi et al., Megatron-LM (arXiv:1909.08053): two all-reduces of the hidden
   states each way.
 - with sequences split: Korthikanti et al. (arXiv:2205.05198): an all-gather and a reduce-scatter in
@@ -16,8 +18,9 @@ forward and a backward, as the source of the style gives it:
 - pipelines: Narayanan et al. (arXiv:2104.04473): a stage receives the hidden states of the one
   before it, and their gradient from the one behind it.
 - experts: Lepikhin et al., GShard (arXiv:2006.16668): each token goes to its experts and back by
-  all-to-alls, and so do the gradients; all other parameters are data parallel. Where matrices of
-  experts are split inside, gradients of the weights of tokens are all-reduced, too.
+  all-to-alls, and so do the gradients; all other parameters are data parallel. Counts of rows go
+  ahead in 64 bits, by an all-to-all (torchtitan) or a gather along `ep` (Megatron-LM). Where
+  matrices of experts are split inside, gradients of the weights of tokens are all-reduced, too.
 - context parallel: Grattafiori et al., Llama 3 (arXiv:2407.21783): keys and values are gathered,
   and their gradients reduce-scattered; those of parameters are all-reduced.
 
@@ -86,10 +89,18 @@ class Model:
             **(experts if e else {}),
         }
 
+    def padded(self, tp: int, parts: int) -> int:
+        """The number of parameters of which over 1/64 would be padding of equal parts."""
+        rows = [n // tp if split == 0 else n for (n, *_), split in self.parameters.values()]
+        return sum(-n % parts * 64 > n for n in rows)
+
     def bytes(self, tp: int = 1, but: Collection[str] = (), parts: int = 1) -> float:
         """The bytes of the parameters that a rank has where tensor parallelism splits them.
 
-        The rows that are left are padded to equal parts, as FSDP does.
+        Args:
+            tp: the ranks of tensor parallelism.
+            but: parameters that are left out.
+            parts: to how many equal parts the rows that are left are padded: FSDP's alone.
         """
         total = 0.0
         for name, ((rows, *others), split) in self.parameters.items():
@@ -106,13 +117,14 @@ MODELS = {
     "Qwen3-30B-A3B": Model(2048, 32, 4, 128, 768, experts=128, chosen=8),
 }
 
-#: Models beside those of the table: with few heads of keys, or small experts.
+#: Models beside those of the table: with few heads of keys, small experts, or 40 of them.
 OTHERS = {
     "Gemma-3 1B": Model(1152, 4, 1, 256, 6912),
     "Gemma-2 2B": Model(2304, 8, 4, 256, 9216),
     "Qwen2.5 0.5B": Model(896, 14, 2, 64, 4864),
     "Phi-4": Model(5120, 40, 10, 128, 17920),
     "OLMoE": Model(2048, 16, 16, 128, 1024, experts=64, chosen=8),
+    "Granite-3.0 3B": Model(1536, 24, 8, 64, 512, experts=40, chosen=8),
 }
 
 #: The parameters of experts, which expert parallelism splits.
@@ -142,11 +154,19 @@ class Style:
     gather: tuple[str, ...] = ()
     experts: tuple[str, ...] = ()
 
-    def posts_of(self, model: Model, axis: str, ranks: int) -> int:
-        """The posts of a layer along an axis of some ranks by hand."""
-        each, layer, experts = self.posts[axis]
+    def posts_of(self, model: Model, axis: str, sizes: Mapping[str, int]) -> int:
+        """The posts of a layer along an axis by hand, and one more for each gradient of few rows.
+
+        Where these would be padded, and other axes are beside, they are scattered along another
+        dim, and exchanged then: fewer bytes in two posts.
+        """
+        ranks, (each, layer, experts) = sizes[axis], self.posts[axis]
         total = each * len(model.parameters) + layer + (experts if model.experts else 0)
-        if axis == "tp" and model.kv_heads % ranks:  # of keys, values, and their gradients
+        if axis in self.gather and len(sizes) > 1:
+            total += model.padded(sizes.get("tp", 1), ranks)
+        if axis == "tp" and model.heads % ranks:  # these, and weights where they are fewer bytes
+            total += 6
+        elif axis == "tp" and model.kv_heads % ranks:  # of keys, values, and their gradients
             total += 4 - (model.experts > 0)
         return total
 
@@ -179,9 +199,13 @@ def _of_heads(m: Model, n: Mapping[str, int]) -> float:
 
     With fewer heads of keys than ranks, keys and values are gathered, and gradients are scattered,
     or all-reduced where a norm reads whole heads. Norms of heads, and weights of tokens, are small.
+    Heads that do not divide among ranks, which Megatron-LM refuses, are whole on each rank:
+    queries, keys, values, and the gradient of what they yield, are gathered.
     """
     is_few, numbers = bool(m.kv_heads % n["tp"]), 0
-    if is_few:
+    if m.heads % n["tp"]:
+        numbers += 2 * (m.heads + m.kv_heads) * m.head * m.length
+    elif is_few:
         numbers += (5 if m.experts else 4) * m.kv_heads * m.head * m.length
     if m.experts:
         numbers += 2 * (m.head * (1 if is_few else 2) + m.chosen * m.length)
@@ -215,15 +239,18 @@ def _parts_of_stages(m: Model, n: Mapping[str, int]) -> dict[str, float]:
 
 
 def _experts(m: Model, n: Mapping[str, int]) -> dict[str, float]:
-    """Rows to experts and back, each way, and gradients of other parameters."""
-    rows = 4 * m.length * m.chosen * m.width * BYTES
-    return {"ep": share(n["ep"]) * (rows + 2 * m.bytes(but=_EXPERTS))}
+    """Rows to experts and back, each way, their i64 counts, and gradients.
 
-
-def _counts(m: Model, sizes: Mapping[str, int]) -> dict[str, float]:
-    """The i64 counts of rows for each expert, which all ranks get of all parts of the tokens."""
-    whole = math.prod(sizes.values()) * m.experts * 8
-    return {a: by * share(math.prod(sizes.values())) * whole for a, by in _parts(sizes).items()}
+    Those of experts are all-reduced along axes but ep, those of other parameters along all.
+    """
+    rows = 4 * m.length * m.chosen * m.width * BYTES + 8 * m.experts
+    received = {"ep": share(n["ep"]) * rows}
+    others, outside = m.bytes(but=_EXPERTS), {a: k for a, k in n.items() if a != "ep"}
+    for size, axes in ((others, n), ((m.bytes() - others) / n["ep"], outside)):
+        for axis, part in _parts(axes).items():
+            brought = part * 2 * share(math.prod(axes.values())) * size
+            received[axis] = received.get(axis, 0) + brought
+    return received
 
 
 def _parts(sizes: Mapping[str, int]) -> dict[str, float]:
@@ -236,10 +263,9 @@ def _parts(sizes: Mapping[str, int]) -> dict[str, float]:
     return {a: (k - 1) * n / max(total, 1) for (a, k), n in zip(sizes.items(), inside, strict=True)}
 
 
-#: Posts of parameters; all ranks get the counts of rows of experts. Where tp holds copies, each of
-#: them may reduce a share of a router's gradient along dp or fsdp, and one post along tp brings the
-#: shares together.
-_EACH, _SHARDED = (1, 0, 1), (3, 0, 1)
+#: Posts of parameters. Where tp holds copies, each of them may reduce a share of a router's
+#: gradient along dp or fsdp, and one post along tp brings the shares together.
+_EACH, _SHARDED = (1, 0, 0), (3, 0, 0)
 
 STYLES: dict[str, Style] = {
     "ddp": Style(("dp",), ("dp",), _data("dp"), {"dp": _EACH}),
@@ -257,7 +283,7 @@ STYLES: dict[str, Style] = {
                        {"dp": _EACH, "fsdp": _SHARDED, "tp": (0, 4, 4)}, gather=("fsdp",)),
     "dp x tp + sequence": Style(("dp", "tp"), ("dp",), _both(_data("dp"), _sequence),
                                 {"dp": _EACH, "tp": (0, 10, 4)}, sequence=("tp",)),
-    "cp": Style(("cp",), (), _context, {"cp": (1, 4, 1)}, sequence=("cp",)),
+    "cp": Style(("cp",), (), _context, {"cp": (1, 4, 0)}, sequence=("cp",)),
     "pp x fsdp x tp": Style(("pp", "fsdp", "tp"), ("fsdp",),
                             _both(_stages, _sharded, _tensor),
                             {"pp": (0, 2, 0), "fsdp": _SHARDED, "tp": (0, 4, 4)}, gather=("fsdp",)),
@@ -266,6 +292,8 @@ STYLES: dict[str, Style] = {
                             {"pp": (0, 2, 0), "fsdp": _SHARDED, "tp": (0, 10, 4)},
                             ("tp",), ("fsdp",)),
     "ep": Style(("ep",), ("ep",), _experts, {"ep": (1, 0, 2)}, experts=("ep",)),
+    "dp x ep": Style(("dp", "ep"), ("dp", "ep"), _experts, {"dp": _EACH, "ep": (1, 0, 2)},
+                     experts=("ep",)),
 }  # fmt: skip
 
 
@@ -293,7 +321,8 @@ def layer(
         for on in meshes:
             y = F.set(y).on(on, between) if on != first else y
             some, read = _parameters(fd, model, style, on, dtype)
-            experts = mf.Layout(on, {"ep": Shard(1)}) if "ep" in on.axes else None
+            there = {a: Shard(1) if a in style.experts else Shard(0) for a in style.batch}
+            experts = mf.Layout(on, there) if style.experts else None
             y = F.set(computed(model, y, read, parts, experts)).on(on, between)
             parameters += some
         grads = mf.grad((y * dy).sum(), [x, *parameters])
@@ -369,7 +398,7 @@ def _by_experts(
     hidden = F.silu(F.grouped_mm(grouped, w["gate"])) * F.grouped_mm(grouped, w["up"])
     y = F.grouped_mm(hidden, w["down"])
     if experts is not None:
-        y = F.set(y).on(experts.mesh, {a: Shard(0) for a in experts.mesh.axes})
+        y = F.set(y).on(experts.mesh, {a: Shard(0) for _, axes in experts.splits for a in axes})
     return F.ungroup_rows(y, ids, weights)
 
 
@@ -398,17 +427,13 @@ def rows(model: Model, style: Style, mesh: DeviceMesh) -> list[Row]:
     program = mf.compile(layer(model, style, mesh), mf.Options(overlap="never", context="gather"))
     sizes = {a: mesh.axis_size(a) for a in mesh.axes}
     by_hand = style.received(model, sizes)
-    tokens = {a: n for a, n in sizes.items() if a in (*style.batch, *style.sequence) and a != "tp"}
-    for axis, size in _counts(model, tokens).items():
-        by_hand[axis] += size
     received, posts = dict.fromkeys(by_hand, 0.0), dict.fromkeys(by_hand, 0)
     for instruction, arrived in arriving(program.host, 0):
         for axis, part in _parts({a: sizes[a] for a in _axes(instruction.comm)}).items():
             received[axis] += part * arrived
             posts[axis] += 1
     return [
-        Row(a, received[a], by_hand[a], posts[a], style.posts_of(model, a, mesh.axis_size(a)))
-        for a in by_hand
+        Row(a, received[a], by_hand[a], posts[a], style.posts_of(model, a, sizes)) for a in by_hand
     ]
 
 

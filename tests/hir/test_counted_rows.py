@@ -62,6 +62,17 @@ def test_counts_over_the_bound(place: tuple[int, int], number: int, what: str) -
         mf.simulate(case.program(), [*case.inputs(n)])
 
 
+def test_counts_over_the_bound_of_ranks_that_know_their_part() -> None:
+    """Only those that exchange the rows see them, so that the run ends on all ranks."""
+    case = Counted(axes=(2, 2), experts=3, most=5, is_near=True)
+    n = torch.zeros(4, 3, dtype=torch.int64)
+    n[3, 1] = 6
+    what = "counts 6 rows of part 3, of which there may be 5"
+    with pytest.raises(mf.ProgramError, match=what) as refused:
+        mf.simulate(case.program(), [*case.inputs(n)])
+    assert "the ranks that exchange these rows" in str(refused.value)
+
+
 def test_memory_is_that_of_the_rows() -> None:
     """Few rows take little, though there might be many."""
     case = Counted(most=1024, width=64)

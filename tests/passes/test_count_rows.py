@@ -20,7 +20,7 @@ from mdfuse.plan import counted_steps
 D, H = 64, 8
 
 
-def layer(mesh: DeviceMesh, t: int, e: int, k: int, experts: dict[str, Any], **layouts: Any) -> Any:
+def layer(mesh: DeviceMesh, t: int, e: int, k: int, experts: dict[str, Any], **how: Any) -> Any:
     """Dispatch, two products, combine; tokens are split by all axes but tp."""
     split = {a: Shard(0) for a in mesh.axes if a != "tp"}
     there = {**{a: Shard(0) for a in split}, **{a: Shard(1) for a in experts}}
@@ -28,10 +28,10 @@ def layer(mesh: DeviceMesh, t: int, e: int, k: int, experts: dict[str, Any], **l
     with FusionDefinition("layer") as fd:
         x = fd.define_tensor([t, D], torch.float64, mesh, split, name="x")
         ids = fd.define_tensor([t, k], torch.int64, mesh, split, name="ids")
-        up = fd.define_tensor([e, D, H], torch.float64, mesh, experts | layouts.get("up", {}))
-        down = fd.define_tensor([e, H, D], torch.float64, mesh, experts | layouts.get("down", {}))
+        up = fd.define_tensor([e, D, H], torch.float64, mesh, experts | how.pop("up", {}))
+        down = fd.define_tensor([e, H, D], torch.float64, mesh, experts | how.pop("down", {}))
         n = fd.ops.counts(ids, experts=e, parts=parts)
-        rows = fd.ops.set(fd.ops.group_rows(x, ids, n)).on(mesh, there)
+        rows = fd.ops.set(fd.ops.group_rows(x, ids, n, **how)).on(mesh, there)
         y = fd.ops.grouped_mm(F.silu(fd.ops.grouped_mm(rows, up)), down)
         y = fd.ops.ungroup_rows(fd.ops.set(y).on(mesh, split), ids)
         for result in (y, *mf.grad((y * y).sum(), [x, up, down])):
@@ -80,6 +80,30 @@ def test_experts_beside_other_axes(name: str) -> None:
     assert sum(len(i.inputs) == 3 for i in program.host.walk() if i.op == "post") == 4
     ids = router(8, 4, 2)
     values = given(8, 4, ids)
+    check_everywhere(program, values, by_loop(*values))
+
+
+#: The mesh, axes that split experts -> along which axes counts are gathered.
+KNOWN: list[tuple[dict[str, int], tuple[str, ...], dict[str, Any], tuple[str, ...]]] = [
+    ({"dp": 2, "ep": 2}, ("ep",), {}, ("ep",)),
+    ({"dp": 1, "fsdp": 3, "ep": 2}, ("ep",), {}, ("ep",)),
+    ({"dp": 2, "fsdp": 2}, (), {}, ()),
+    ({"dp": 2, "ep": 2}, ("ep",), {"capacity": 9}, ("dp", "ep")),
+    ({"dp": 2, "ep": 2}, ("ep",), {"capacity": 9, "drop": True}, ("ep",)),
+]
+
+
+@pytest.mark.parametrize(("axes", "experts", "how", "along"), KNOWN, ids=str)
+def test_counts_travel_among_ranks_that_exchange_rows(
+    axes: dict[str, int], experts: tuple[str, ...], how: dict[str, Any], along: tuple[str, ...]
+) -> None:
+    """All ranks know all of them where all are to refuse the same run."""
+    mesh, t = DeviceMesh.arange(**axes), 12
+    fd = layer(mesh, t, 4, 2, dict.fromkeys(experts, Shard(0)), **how)
+    program = mf.compile(fd)
+    counts = [c for c in program.communications if c.dtype == torch.int64]
+    assert [c.axes for c in counts] == [along] * bool(along)
+    values = given(t, 4, router(t, 4, 2))
     check_everywhere(program, values, by_loop(*values))
 
 

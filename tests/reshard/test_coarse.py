@@ -91,3 +91,25 @@ def test_padding_is_sent_where_it_is_little() -> None:
     found = [kinds(two, n) for n in (64, 127, 31, 5)]
     assert found == [["Allgather"], ["Allgather"], ["Exchange"], ["Exchange"]]
     assert kinds(DeviceMesh.arange(x=4), 5) == ["Allgather"]  # the row of one axis alone
+
+
+@pytest.mark.parametrize("shape", [(4, 32, 8), (5, 6, 96), (13, 24, 40), (15, 64, 8)], ids=str)
+@pytest.mark.parametrize("sizes", [{"dp": 2, "fsdp": 8}, {"fsdp": 8, "dp": 4}], ids=str)
+def test_an_axis_that_is_whole_at_the_end_brings_parts_alone(
+    sizes: dict[str, int], shape: tuple[int, ...]
+) -> None:
+    """Terms of all ranks are scattered along the axis that stays split; the other sums parts."""
+    mesh = DeviceMesh.arange(**sizes)
+    terms = Layout(mesh, dict.fromkeys(sizes, Partial()))
+    goal = Layout(mesh, {"fsdp": Shard(0)})
+    along, held = np.zeros(mesh.size, int), goal.local_shape(shape)
+    found = [with_type(step, shape, torch.uint8) for step in steps(terms, goal, shape)]
+    for step in found:
+        assert isinstance(step, Communication)
+        before, after = step.source, step.destination
+        changed = [a for a in sizes if before.placement(a) != after.placement(a)]
+        assert len(changed) == 1 or step.reduce_op is None, found
+        if "dp" in changed:
+            along += np.array([step.bytes_received(r) for r in mesh.ranks])
+    part, n = math.prod(held), sizes["dp"]
+    assert along.max() <= math.ceil(2 * (n - 1) / n * part * 65 / 64), found

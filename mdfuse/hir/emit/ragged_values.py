@@ -3,7 +3,7 @@
     %s: f32[4,8,<=64:%n,16] (ep=S0) = group_rows(%x, %ids, %n)
     %r: f32[4,8,<=64:%n,16] (ep=S1) = set(%s)
 ->
-    %n.all: i64[4,8] (ep=R) = ...                               # once: all ranks know all counts
+    %n.all: i64[4,8] (ep=R) = ...                 # once: ranks that exchange rows know their counts
     %n.counted = fetch(%n.all, most=64)
     %s.lined: f32[1,64,16] of [4,64,16] (ep=S0) = line_up_rows(%x, %ids, %n)
     %s: f32[<=64:%n.counted,16] = pack_rows(%s.lined, %n.counted)
@@ -27,15 +27,18 @@ import torch
 
 from mdfuse.communication import Communication
 from mdfuse.errors import Source
+from mdfuse.hir.counted_rows import is_held
 from mdfuse.hir.emit.sets import Emitter, emit_steps, local
 from mdfuse.hir.program import BufferType, Instruction
 from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
-from mdfuse.layouts.layout import Layout
+from mdfuse.layouts.layout import Layout, Shard
 from mdfuse.passes.count_rows import way
 
 
 def emit_fetches(out: Emitter, names: Mapping[str, str]) -> None:
-    """Bring counts to all ranks, those of counted rows to the host, too, where they are computed.
+    """Bring counts to ranks that exchange rows, and to the host, where they are computed.
+
+    Where a capacity is stated, all ranks know all counts, so that all of them refuse the same run.
 
     Where they stay on the device, a capacity is looked at behind the run; in loops where it is.
 
@@ -50,21 +53,35 @@ def emit_fetches(out: Emitter, names: Mapping[str, str]) -> None:
             continue
         n, source = out.types[root], values[value].source
         assert n.layout is not None
-        whole = Layout(n.layout.mesh, {}, None, n.layout.stream)
-        known = _all(out, root)
-        gather = Expr(op="set", inputs=(root,), outputs=(known,), source=source)
-        emit_steps(out, gather, root, n.layout, whole, n.shape, known)
-        stays = rows is not None and out.counts == "device"
+        axes = () if stated is not None else _axes_of_groups(out.fusion, value, n.layout)
+        order = {0: axes} if axes else None
+        held = Layout(n.layout.mesh, dict.fromkeys(axes, Shard(0)), order, n.layout.stream)
+        on_device = out.counts == "device"
+        known = _known(out, root)
+        if on_device or held != n.layout:
+            gather = Expr(op="set", inputs=(root,), outputs=(known,), source=source)
+            emit_steps(out, gather, root, n.layout, held, n.shape, known)
+        stays = rows is not None and on_device
         if stated is None and (rows is None or stays):
             continue
-        kind = BufferType(dtype=torch.int64, shape=n.shape, layout=whole)
+        kind = BufferType(dtype=torch.int64, shape=n.shape, layout=held)
         each = {} if stated is None else {"each": stated.kwargs["capacity"]}
         most = _most(rows, n.shape[1], **each)
         where = source if stated is None else stated.source
-        name = f"{root}.checked" if known == counted(root) else counted(root)
-        out.op("fetch", name, kind, (known,), where, most=most, **each)
+        name = f"{root}.checked" if on_device else counted(root)
+        out.op("fetch", name, kind, (_held(out, root),), where, most=most, **each)
         if stays and values[value].stream is None:
             out.last.append(out.code.pop())
+
+
+def _axes_of_groups(fusion: Fusion, value: str, layout: Layout) -> tuple[str, ...]:
+    """Return the outermost axes along which no rank asks for parts of others: rows stay there."""
+    asked = [v.layout for v in fusion.values.values() if v.rows == value]
+    asked += [fusion.layout(e.output) for e in fusion.consumers[value] if e.op == "set"]
+    axes = tuple(a for a in layout.split_axes(0) if layout.mesh.axis_size(a) > 1)
+    while axes and not all(x is not None and is_held(axes, x) for x in (layout, *asked)):
+        axes = axes[:-1]
+    return axes
 
 
 def _most(rows: Value | None, experts: int, each: int | None = None) -> int:
@@ -81,13 +98,19 @@ def counted(root: str) -> str:
     return f"{root}.counted"
 
 
-def _all(out: Emitter, root: str) -> str:
-    """Return the name of counts that all ranks know."""
+def _known(out: Emitter, root: str) -> str:
+    """Return the name of counts that were brought to the ranks which exchange rows."""
     return f"{root}.all" if out.counts == "host" else counted(root)
 
 
+def _held(out: Emitter, root: str) -> str:
+    """Return the name of the counts of all rows that a rank holds."""
+    known = _known(out, root)
+    return known if known in out.types else root
+
+
 def is_counted_expr(out: Emitter, expr: Expr) -> bool:
-    """Tell whether an expression moves counted rows, or cuts counts that all ranks know."""
+    """Tell whether an expression moves counted rows, or cuts counts that ranks know."""
     values = out.fusion.values
     if expr.op not in ("set", "group_rows", "ungroup_rows"):
         return False
@@ -249,12 +272,11 @@ def _plain(layout: Layout | None, shape: tuple[int, ...], dtype: torch.dtype) ->
 
 
 def _cut_counts(out: Emitter, expr: Expr, kind: BufferType) -> None:
-    """Take a rank's part of counts that all ranks know."""
-    (root,) = expr.reads
-    known = _all(out, root)
-    whole = out.types[known].layout
-    assert kind.layout is not None and whole is not None
-    emit_steps(out, expr, known, whole, kind.layout, kind.shape, expr.output)
+    """Take a rank's part of the counts that it knows."""
+    held = _held(out, expr.reads[0])
+    layout = out.types[held].layout
+    assert kind.layout is not None and layout is not None
+    emit_steps(out, expr, held, layout, kind.layout, kind.shape, expr.output)
 
 
 def _as(expr: Expr, op: str, inputs: tuple[object, ...], output: str) -> Expr:

@@ -1,12 +1,12 @@
 """Check rows whose number a run counts: whose counts they are, and who may ask for them.
 
-    %n.all: i64[4,8] (ep=R) = ...                      all ranks hold the counts of all
+    %n.all: i64[4,8] (ep=R) = ...                      ranks hold the counts of all rows they move
     %c: i64[4,8] (ep=R) = fetch(%n.all, most=64)       one table of numbers
     %r: f32[<=256:%c,16] of [4,8,64,16] (ep=S1) = alloc(%c)
     %h = post alltoall(%s) -> %r ... (ep=S0) => (ep=S1) axis=ep dim=0 to_dim=1 counts=%c
 
 A post sends and receives rows of one table, by its layouts before and after: so what a rank sends
-is what another one receives. All ranks hold this table, so that all refuse it or none. Its numbers
+is what another one receives. Where all ranks hold this table, all refuse it or none. Its numbers
 say how many rows there are, and nothing else: no extent, index, loop, branch, peer or result.
 """
 
@@ -22,12 +22,12 @@ import torch
 
 from mdfuse.errors import ProgramError
 from mdfuse.extents.expressions import terms
-from mdfuse.hir.counted_rows import group_size, is_counted, is_grouped
+from mdfuse.hir.counted_rows import group_size, is_counted, is_grouped, is_held
 from mdfuse.hir.instructions import BLOCKS, POSTS, op_of, received
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.verify.error_report import wrong
 from mdfuse.hir.verify.result_layouts import chunk_of, is_alike, plain
-from mdfuse.layouts.layout import Layout
+from mdfuse.layouts.layout import Layout, Replicate, Shard
 from mdfuse.layouts.stream import Stream
 
 if TYPE_CHECKING:
@@ -161,6 +161,9 @@ class _Counts:
             return f"it is {chunk or 'whole'}, and %{counts} counts {of or 'all rows'}"
         if layout.mesh != (table.layout.mesh if table.layout is not None else None):
             return f"%{kind.counts} is on another mesh"
+        known = plain(_layout(table), 2)
+        if not is_held(known.split_axes(0), layout):
+            return f"it is {layout}, and of %{counts} ranks hold {known}: gather that before"
         most = fetch.kwargs["most"] if fetch is not None else 0
         bound = layout.local_shape(kind.shape)[2]
         if most > bound:
@@ -352,8 +355,10 @@ def _fetch(before: BufferType, after: BufferType) -> str | None:
     if len(before.shape) != 2 or before.dtype.is_floating_point or before.dtype.is_complex:
         return "what is fetched is integers, of parts and experts"
     chunk = chunk_of(layout)
-    if not plain(layout, 2).is_replicated or (chunk is not None and chunk.op != "sum"):
-        return f"all ranks hold all of what is fetched, not {layout}: gather it before"
+    real = plain(layout, 2)
+    is_of_parts = {*real.placements} <= {Replicate(), Shard(0)} and not real.reaches
+    if not is_of_parts or (chunk is not None and chunk.op != "sum"):
+        return f"ranks hold all counts of some parts of what is fetched, not {layout}"
     if (after.shape, after.dtype) != (before.shape, torch.int64):
         return f"it makes i64{list(before.shape)}"
     return None if is_alike(layout, _layout(after), 2) else f"it makes {layout}"

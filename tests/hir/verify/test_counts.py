@@ -220,8 +220,47 @@ def test_what_only_one_rank_holds_is_not_fetched() -> None:
         "%c: i64[2,3] (ep=R) = fetch(%n.all, most=5)",
         "%c: i64[1,3] of [2,3] (ep=S0) = fetch(%n, most=5)",
     )
-    with pytest.raises(mf.ProgramError, match="all ranks hold all of what is fetched"):
+    with pytest.raises(mf.ProgramError, match=r"it is \(ep=S1\), and of %c ranks hold \(ep=S0\)"):
         verify(hir.parse(text))
+
+
+#: A rank's part of counts, their layout -> why that does not do for rows that move along ep.
+HELD = {
+    ("[1,4] of [4,4]", "dp=S0, ep=S0"): r"ranks hold \(dp=S0, ep=S0\): gather that before",
+    ("[2,4] of [4,4]", "dp=R, ep=S0"): r"ranks hold \(dp=R, ep=S0\): gather that before",
+    ("[2,2] of [4,4]", "dp=S0, ep=S1"): "ranks hold all counts of some parts",
+    ("[2,4] of [4,4]", "dp=S0, ep=P(sum)"): "ranks hold all counts of some parts",
+    ("[2,4] of [4,4]", "dp=S0/2, ep=R"): "ranks hold all counts of some parts",
+    ("[2,4] of [4,4]", "dp=S0, ep=R"): None,
+    ("[4,4]", "dp=R, ep=R"): None,
+}
+
+
+@pytest.mark.parametrize(("part", "held"), HELD, ids=str)
+def test_ranks_know_the_counts_of_rows_that_they_move(part: str, held: str) -> None:
+    rows, there, problem = "(dp=S0, ep=S0)", "(dp=S0, ep=S1)", HELD[part, held]
+    program = hir.parse(f"""host @held on mesh(dp=2, ep=2) {{
+  input %x: f32[1,5,2] of [4,5,2] {rows}
+  input %n: i64{part} ({held})
+  %c: i64{part} ({held}) = fetch(%n, most=5)
+  %s: f32[<=5:%c,2] of [4,4,5,2] {rows} = pack_rows(%x, %c)
+  %r: f32[<=10:%c,2] of [4,4,5,2] {there} = alloc(%c)
+  %h = post alltoall(%s) -> %r f32[4,4,5,2] {rows} => {there} axis=ep dim=0 to_dim=1 counts=%c
+  wait %h
+  free %s
+  %b: f32[<=5:%c,2] of [4,4,5,2] {rows} = alloc(%c)
+  %k = post alltoall(%r) -> %b f32[4,4,5,2] {there} => {rows} axis=ep dim=1 to_dim=0 counts=%c
+  wait %k
+  free %r
+  %u: f32[1,5,2] of [4,5,2] {rows} = unpack_rows(%b, %c)
+  free %b, %c
+  return %u
+}}""")
+    if problem is None:
+        verify(program)
+        return
+    with pytest.raises(mf.ProgramError, match=problem):
+        verify(program)
 
 
 def test_several_parts_on_a_rank() -> None:
