@@ -16,7 +16,7 @@ of a value is taken of the value's copy where that has the wanted layout:
 or where that costs less to bring there: one of the heads that a view repeats is sent, not each. At
 equal costs the value is moved before its views where others read it, too: they may take its copy.
 
-A choice counts on what others need (`passes/copies.py`). So that no two count on each other, it is
+A choice counts on what others need (`passes/readers.py`). So that no two count on each other, it is
 noted where it differs from what was expected before the next one is made.
 """
 
@@ -32,9 +32,9 @@ from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
 from mdfuse.layouts.layout import Layout, Replicate
 from mdfuse.layouts.stream import Stream
 from mdfuse.layouts.streamed_sets import FORMS, form
-from mdfuse.passes.copies import Copies
 from mdfuse.passes.drop_unread import live_exprs
 from mdfuse.passes.prices import move_cost
+from mdfuse.passes.readers import Readers
 from mdfuse.passes.strategy import choose_here, is_view, viewed_as, viewed_from
 from mdfuse.passes.streams import operand_streams
 from mdfuse.reshard import costs
@@ -48,7 +48,7 @@ class _Rewriter:
 
     values: dict[str, Value]
     #: who reads these values in which layouts
-    notes: Copies
+    notes: Readers
     #: the first results of expressions that lead to an output
     live: Set[str]
     #: the values that several expressions read.
@@ -195,7 +195,7 @@ def run(fusion: Fusion) -> Fusion:
     shared = {x for x, readers in fusion.consumers.items() if len(readers) > 1}
     values = dict(fusion.values)
     live = {expr.outputs[0] for expr in live_exprs(fusion)}
-    rewriter = _Rewriter(values, Copies(values), live, shared)
+    rewriter = _Rewriter(values, Readers(values), live, shared)
     for expr in fusion.exprs:
         _rewrite(rewriter, expr)
     return replace(fusion, values=values, exprs=tuple(rewriter.exprs))

@@ -18,8 +18,8 @@ from mdfuse.errors import LayoutError
 from mdfuse.ir.graph import Expr, Fusion, Value
 from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, replicated
 from mdfuse.mesh import DeviceMesh
-from mdfuse.passes.copies import Copies
 from mdfuse.passes.drop_unread import live_exprs
+from mdfuse.passes.readers import Readers
 from mdfuse.passes.strategy import choose_here, is_view
 
 name = "propagate_layouts"
@@ -73,7 +73,7 @@ def _forwards(fusion: Fusion) -> Fusion:
     for name, value in values.items():
         if value.copies:
             values[name] = replace(value, copies=())
-    copies = Copies(values)
+    readers = Readers(values)
     for expr in fusion.exprs:
         outputs = [values[name] for name in expr.outputs]
         strategy = None if _crosses(expr, values) else choose_here(expr, values)
@@ -89,9 +89,9 @@ def _forwards(fusion: Fusion) -> Fusion:
         if strategy is not None and expr.outputs[0] in live:
             if outputs[0].like is not None and outputs[0].layout is None:  # it is known by now
                 strategy = choose_here(expr, values) or strategy
-            copies.read(expr, strategy.wanted)
+            readers.read(expr, strategy.wanted)
         if is_view(expr):
-            copies.add(expr)
+            readers.add(expr)
     return replace(fusion, values=values)
 
 

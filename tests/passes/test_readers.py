@@ -7,7 +7,7 @@ import torch
 from helpers.drawn_reads import Reads
 
 import mdfuse as mf
-from mdfuse.passes import copies
+from mdfuse.passes import readers
 
 #: What choices that count on each other may take, of what each alone takes.
 BOUND = 1.0
@@ -24,7 +24,7 @@ def test_readers_that_know_of_each_other_take_no_more(
     for got, want in zip(ran.outputs, reads.expected, strict=True):
         torch.testing.assert_close(got, want)
     mf.debug.FusionCache.reset()
-    monkeypatch.setattr(copies.Copies, "read", lambda *_: None)
+    monkeypatch.setattr(readers.Readers, "read", lambda *_: None)
     alone = mf.compile(reads.definition)
     ranks = range(reads.mesh.size)
     most, least = (max(map(p.bytes_received, ranks)) for p in (program, alone))

@@ -22,7 +22,7 @@ from mdfuse.passes.strategy import viewed_as, viewed_from
 
 
 @dataclass
-class Copies:
+class Readers:
     """Notes, in `Value.copies`, of who reads what in which layout; they are written in place."""
 
     values: dict[str, Value]
@@ -31,12 +31,12 @@ class Copies:
     #: a value -> the views of it.
     viewed: dict[str, list[Expr]] = field(default_factory=dict)
     #: a reader -> the values at which it is noted.
-    readers: dict[str, dict[str, None]] = field(default_factory=dict)
+    noted: dict[str, dict[str, None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, value in self.values.items():
             for reader, *_ in value.copies:
-                self.readers.setdefault(reader, {})[name] = None
+                self.noted.setdefault(reader, {})[name] = None
 
     def add(self, view: Expr) -> None:
         """Note a view, at which readers of its operand are noted then."""
@@ -45,7 +45,7 @@ class Copies:
         self.views[name] = view
         self.viewed.setdefault(operand, []).append(view)
         for reader, layout, _ in self.values[operand].copies:
-            if name not in self.readers[reader]:
+            if name not in self.noted[reader]:
                 self._at_view(view, reader, layout)
 
     def read(self, expr: Expr, wanted: Mapping[str, Layout]) -> None:
@@ -53,13 +53,13 @@ class Copies:
         reader, is_changed = expr.outputs[0], False
         for x, layout in wanted.items():
             value = self.values[x]
-            if x in self.readers.get(reader, ()):
+            if x in self.noted.get(reader, ()):
                 is_changed = is_changed or (reader, layout, False) not in value.copies
             elif layout is not value.layout and layout != value.layout:
                 is_changed = True
         if not is_changed:
             return
-        for name in self.readers.pop(reader, ()):
+        for name in self.noted.pop(reader, ()):
             value = self.values[name]
             left = tuple([x for x in value.copies if x[0] != reader])
             self.values[name] = replace(value, copies=left)
@@ -96,7 +96,7 @@ class Copies:
         if value.layout is not None and value.layout.partial_axes:
             return False
         self.values[name] = replace(value, copies=(*value.copies, (reader, layout, is_viewed)))
-        self.readers.setdefault(reader, {})[name] = None
+        self.noted.setdefault(reader, {})[name] = None
         return True
 
     def _price(self, name: str, layout: Layout) -> int:
