@@ -90,7 +90,7 @@ def _forwards(fusion: Fusion) -> Fusion:
             if outputs[0].like is not None and outputs[0].layout is None:  # it is known by now
                 strategy = choose_here(expr, values) or strategy
             readers.read(expr, strategy.wanted)
-        if is_view(expr):
+        if is_view(expr) and expr.op != "set":  # what a set copies is brought nowhere before it
             readers.add(expr)
     return replace(fusion, values=values)
 
