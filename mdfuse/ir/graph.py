@@ -78,7 +78,7 @@ class Value:
         expanded: dims that `expand` made: all elements along such a dim are one in memory.
         layout: where the value lives; None until it is inferred.
         copies: the other layouts in which expressions read the value, each with the first output
-            of the expression.
+            of the expression, and whether it reads not the value, but what that is a view of.
         is_law: whether the user stated the layout.
         like: the value as which it lies; `propagate_layouts` makes a layout of it.
         stream: the host loop over chunks that computes the value, once `passes/streams.py` has
@@ -98,7 +98,7 @@ class Value:
     order_from: Literal["op", "hint", "user"] = "op"
     expanded: frozenset[int] = frozenset()
     layout: Layout | None = None
-    copies: tuple[tuple[str, Layout], ...] = ()
+    copies: tuple[tuple[str, Layout, bool], ...] = ()
     is_law: bool = False
     like: Like | None = None
     stream: Stream | None = None
@@ -133,9 +133,13 @@ class Value:
             n *= 1 if dim in self.expanded else extent
         return n
 
-    def copies_beside(self, expr: Expr) -> tuple[Layout, ...]:
-        """Return the layouts of copies that other expressions than `expr` need."""
-        return tuple(layout for reader, layout in self.copies if reader != expr.outputs[0])
+    def copies_beside(self, expr: Expr) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
+        """Return the layouts of copies that others need, and of views of what they need."""
+        others: tuple[dict[Layout, None], ...] = {}, {}
+        for reader, layout, is_viewed in self.copies:
+            if reader != expr.outputs[0]:
+                others[is_viewed][layout] = None
+        return tuple(others[0]), tuple(others[1])
 
     def travels(self, *layouts: Layout) -> tuple[tuple[int, ...], list[Layout]]:
         """Return shape and layouts of the data sent: one element of an expanded dim, unsplit."""

@@ -32,6 +32,8 @@ class Operand:
     reaches: Mapping[int, Reach] = field(default_factory=dict)
     #: the layouts in which other expressions read it
     copies: tuple[Layout, ...] = ()
+    #: the layouts in which it is a view of what they read elsewhere
+    viewed: tuple[Layout, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +147,7 @@ def _has_whole_matrix(expr: Expr, axis: str, operands: Sequence[Operand]) -> boo
     if position is None:
         return False
     name = expr.inputs[position]
-    there = [c for o in operands if o.value.name == name for c in o.copies]
+    there = [c for o in operands if o.value.name == name for c in (*o.copies, *o.viewed)]
     return any(axis in c.mesh.axes and c.placement(axis) == Replicate() for c in there)
 
 

@@ -14,21 +14,27 @@ of a value is taken of the value's copy where that has the wanted layout:
     %rows.whole: f32[8,8] (tp=R) = reshape(%x.whole)
 
 or where that costs less to bring there: one of the heads that a view repeats is sent, not each. At
-equal costs the value is moved before its views where others read it, or views of it, there as well.
+equal costs the value is moved before its views where others read it, too: they may take its copy.
+
+A choice counts on what others need (`passes/readers.py`). So that no two count on each other, it is
+noted where it differs from what was expected before the next one is made.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
+from mdfuse.extents.extent import is_symbolic
 from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
 from mdfuse.layouts.layout import Layout, Replicate
 from mdfuse.layouts.stream import Stream
 from mdfuse.layouts.streamed_sets import FORMS, form
+from mdfuse.passes.drop_unread import live_exprs
 from mdfuse.passes.prices import move_cost
+from mdfuse.passes.readers import Readers
 from mdfuse.passes.strategy import choose_here, is_view, viewed_as, viewed_from
 from mdfuse.passes.streams import operand_streams
 from mdfuse.reshard import costs
@@ -41,13 +47,17 @@ class _Rewriter:
     """The fusion under construction; it lives inside one call of `run`."""
 
     values: dict[str, Value]
+    #: who reads these values in which layouts
+    notes: Readers
+    #: the first results of expressions that lead to an output
+    live: Set[str]
+    #: the values that several expressions read.
+    shared: Set[str]
     exprs: list[Expr] = field(default_factory=list)
     #: value -> its copies in other layouts, itself included.
     copies: dict[str, list[str]] = field(default_factory=dict)
     #: value -> what its expression yields, where a set makes it of that
     origins: dict[str, str] = field(default_factory=dict)
-    #: a view -> the expression that yields it.
-    views: dict[str, Expr] = field(default_factory=dict)
 
     def layout(self, value: str) -> Layout:
         layout = self.values[value].layout
@@ -91,9 +101,9 @@ class _Rewriter:
         before = self.moved_before(value, source, layout)
         if before is not None:
             self.reshard(*before, expr)
-        viewed = self.viewed(value, layout, expr)
-        if viewed is not None:
-            return viewed
+        source = self.viewed(value, source, layout, expr)
+        if self.layout(source) == layout:
+            return source
         if stream is not None and self.form(source, layout, stream) is None:
             stream = None
         output = self.new_value(self.values[value], f"{value}.{suffix(layout)}", layout, stream)
@@ -107,7 +117,7 @@ class _Rewriter:
 
         It does where the view repeats rows of it.
         """
-        view, is_streamed = self.views.get(value), self.values[value].stream is not None
+        view, is_streamed = self.notes.views.get(value), self.values[value].stream is not None
         if view is None or is_streamed or layout.reaches or self.layout(source).partial_axes:
             return None
         (operand,) = view.reads
@@ -115,46 +125,48 @@ class _Rewriter:
         if before is None:
             return None
         there = self.cheapest(self.copies.get(operand, [operand]), before)
-        is_shared = self.is_shared(operand, before, value)
+        is_shared = self.is_shared(operand)
         prices = self.price(there, before), self.price(source, layout)
         is_less = prices[0] <= prices[1] if is_shared else prices[0] < prices[1]
         return (operand, before) if is_less else None
 
-    def is_shared(self, value: str, layout: Layout, view: str) -> bool:
-        """Return whether a copy of what a view is of serves others than the view's readers."""
-        by_view = {reader for reader, _ in self.values[view].copies}
-        if any(c == layout and r not in by_view for r, c in self.values[value].copies):
-            return True
-        outer = self.views.get(value)
-        if outer is None:
-            return False
-        before = viewed_from(outer, self.values, layout)
-        return before is not None and self.is_shared(outer.reads[0], before, view)
+    def is_shared(self, value: str) -> bool:
+        """Return whether others than a view read what it is of, or what that is a view of."""
+        outer = self.notes.views.get(value)
+        return value in self.shared or (outer is not None and self.is_shared(outer.reads[0]))
 
     def price(self, source: str, layout: Layout) -> int:
         """Return what the busiest rank receives where a copy is brought into a layout."""
         return move_cost(self.values[source], self.layout(source), layout)
 
-    def viewed(self, value: str, layout: Layout, expr: Expr) -> str | None:
-        """Return a value's copy in a layout as a view of a copy of its operand, if there is one."""
-        for source, views in self.through_views(value):
-            if not views or views[-1][1] != layout:
-                continue
-            for view, reached in views:
-                like = self.values[view.output]
-                copy = self.new_value(like, f"{view.output}.{suffix(reached)}", reached, None)
-                again = replace(view, inputs=(source, *view.inputs[1:]), outputs=(copy,))
-                self.exprs.insert(self.place(again, expr), again)
-                self.copies.setdefault(view.output, [view.output]).append(copy)
-                source = copy
-            return source
-        return None
+    def viewed(self, value: str, source: str, layout: Layout, expr: Expr) -> str:
+        """Return the copy of a value that costs least: the source, or a view of its operand's."""
+        of, views = self.values[value], tuple[tuple[Expr, Layout], ...]()
+        may_move = not layout.reaches and not is_symbolic(of.shape)  # a comparison is a guard
+        least = self.price(source, layout) if may_move and value in self.notes.views else 0
+        for copy, steps in self.through_views(value):
+            there = steps[-1][1] if steps else self.layout(copy)
+            if steps and there == layout:
+                source, views = copy, steps
+                break
+            if steps and least and not there.partial_axes:
+                price = move_cost(of, there, layout)
+                if price < least:
+                    source, views, least = copy, steps, price
+        for view, reached in views:
+            like = self.values[view.output]
+            copy = self.new_value(like, f"{view.output}.{suffix(reached)}", reached, None)
+            again = replace(view, inputs=(source, *view.inputs[1:]), outputs=(copy,))
+            self.exprs.insert(self.place(again, expr), again)
+            self.copies.setdefault(view.output, [view.output]).append(copy)
+            source = copy
+        return source
 
     def through_views(self, value: str) -> Iterator[tuple[str, tuple[tuple[Expr, Layout], ...]]]:
         """Yield copies from which views lead to a value, and the views with their layouts."""
         copies = (c for c in self.copies.get(value, [value]) if self.values[c].stream is None)
         yield from ((c, ()) for c in copies)
-        view = self.views.get(value)
+        view = self.notes.views.get(value)
         if view is not None:
             for source, views in self.through_views(view.reads[0]):
                 layout = views[-1][1] if views else self.layout(source)
@@ -180,10 +192,13 @@ class _Rewriter:
 
 def run(fusion: Fusion) -> Fusion:
     """Return the fusion with explicit sets."""
-    rewriter = _Rewriter(values=dict(fusion.values))
+    shared = {x for x, readers in fusion.consumers.items() if len(readers) > 1}
+    values = dict(fusion.values)
+    live = {expr.outputs[0] for expr in live_exprs(fusion)}
+    rewriter = _Rewriter(values, Readers(values), live, shared)
     for expr in fusion.exprs:
         _rewrite(rewriter, expr)
-    return replace(fusion, values=rewriter.values, exprs=tuple(rewriter.exprs))
+    return replace(fusion, values=values, exprs=tuple(rewriter.exprs))
 
 
 def _rewrite(rewriter: _Rewriter, expr: Expr) -> None:
@@ -202,6 +217,8 @@ def _rewrite(rewriter: _Rewriter, expr: Expr) -> None:
     assert strategy is not None
     names = {}
     streams = _copy_streams(expr, rewriter.values)
+    if expr.outputs[0] in rewriter.live:
+        rewriter.notes.read(expr, strategy.wanted)
     for operand, layout in strategy.wanted.items():
         names[operand] = rewriter.reshard(operand, layout, expr, streams.get(operand))
     inputs = tuple(names.get(x, x) if isinstance(x, str) else x for x in expr.inputs)
@@ -210,8 +227,8 @@ def _rewrite(rewriter: _Rewriter, expr: Expr) -> None:
         is_there = rewriter.layout(name) == layout
         local_names[name] = name if is_there else _local(rewriter, rewriter.values[name], layout)
     outputs = tuple(local_names.values())
-    if is_view(expr) and names == {x: x for x in names}:
-        rewriter.views[expr.output] = expr
+    if is_view(expr):
+        rewriter.notes.add(expr)
     is_same = inputs == expr.inputs and outputs == expr.outputs
     rewriter.exprs.append(expr if is_same else replace(expr, inputs=inputs, outputs=outputs))
     for name, local in local_names.items():

@@ -62,11 +62,26 @@ def _price(
     for o in operands:
         if o.layout is not None:
             goal = wanted[o.value.name]
-            there = [o.layout, *(c for c in o.copies if c.mesh == goal.mesh)]
-            total = total + min([moved(layout, goal, o.value) for layout in there], key=_most)
+            there = [o.layout, *[c for c in (*o.copies, *o.viewed) if c.mesh == goal.mesh]]
+            arriving = [moved(layout, goal, o.value) for layout in there]
+            if o.copies and goal not in there:
+                arriving.append(arriving[0] - _spared(o, there, goal, moved))
+            total = total + min(arriving, key=_most)
     for layout, r in zip(yielded, results, strict=True):
         total = total + moved(layout, r.law or _settled(layout, axes, r, operands), r.value)
     return _most(total)
+
+
+def _spared(
+    o: Operand, there: Sequence[Layout], goal: Layout, moved: Callable[[Layout, Layout, Value], Any]
+) -> int:
+    """Return what copies for other expressions take less where one is there in the goal, too."""
+    total = 0
+    for copy in o.copies:
+        others = [_most(_moved(x, copy, o.value)) for x in there if x is not copy]
+        if copy.mesh == goal.mesh and copy != o.layout:
+            total += max(0, min(others) - _most(moved(goal, copy, o.value)))
+    return total
 
 
 def _most(price: Any) -> int:

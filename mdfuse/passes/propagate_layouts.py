@@ -15,13 +15,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from mdfuse.errors import LayoutError
-from mdfuse.extents.extent import is_symbolic
 from mdfuse.ir.graph import Expr, Fusion, Value
 from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, replicated
 from mdfuse.mesh import DeviceMesh
 from mdfuse.passes.drop_unread import live_exprs
-from mdfuse.passes.prices import move_cost
-from mdfuse.passes.strategy import choose_here, is_view, viewed_as, viewed_from
+from mdfuse.passes.readers import Readers
+from mdfuse.passes.strategy import choose_here, is_view
 
 name = "propagate_layouts"
 
@@ -74,14 +73,10 @@ def _forwards(fusion: Fusion) -> Fusion:
     for name, value in values.items():
         if value.copies:
             values[name] = replace(value, copies=())
-    views: dict[str, Expr] = {}
+    readers = Readers(values)
     for expr in fusion.exprs:
         outputs = [values[name] for name in expr.outputs]
         strategy = None if _crosses(expr, values) else choose_here(expr, values)
-        wanted = strategy.wanted if strategy is not None and expr.outputs[0] in live else {}
-        for x, read_in in wanted.items():
-            if read_in is not values[x].layout:
-                _note_copy(values, views, x, expr.outputs[0], read_in)
         layouts = strategy.results if strategy is not None else (None,) * len(outputs)
         for out, layout in zip(outputs, layouts, strict=True):
             if out.layout is not None:
@@ -91,11 +86,12 @@ def _forwards(fusion: Fusion) -> Fusion:
             elif layout is not None:
                 layout = _of_output(fusion, values, out.name, layout)
                 values[out.name] = replace(out, layout=layout)
-        if is_view(expr):
-            views[expr.outputs[0]] = expr
-            for reader, copy in values[expr.reads[0]].copies:
-                viewed = viewed_as(expr, values, copy)
-                values[expr.output] = _with_copy(values[expr.output], reader, viewed)
+        if strategy is not None and expr.outputs[0] in live:
+            if outputs[0].like is not None and outputs[0].layout is None:  # it is known by now
+                strategy = choose_here(expr, values) or strategy
+            readers.read(expr, strategy.wanted)
+        if is_view(expr) and expr.op != "set":  # what a set copies is brought nowhere before it
+            readers.add(expr)
     return replace(fusion, values=values)
 
 
@@ -105,37 +101,6 @@ def _crosses(expr: Expr, values: Mapping[str, Value]) -> bool:
         return False
     before, after = (values[x].layout for x in (*expr.reads, *expr.outputs))
     return before is not None and after is not None and before.mesh != after.mesh
-
-
-def _note_copy(
-    values: dict[str, Value], views: Mapping[str, Expr], name: str, reader: str, layout: Layout
-) -> None:
-    """Note that an expression reads a value in a layout, or a view of a value in that layout."""
-    copied = values[name] = _with_copy(values[name], reader, layout)
-    view = views.get(name)
-    if view is None or (reader, layout) not in copied.copies or is_symbolic(copied.shape):
-        return
-    (operand,) = view.reads
-    before = viewed_from(view, values, layout)
-    if before is not None and _price(values[operand], before) <= _price(copied, layout):
-        _note_copy(values, views, operand, reader, before)
-
-
-def _price(value: Value, layout: Layout) -> int:
-    """Return what the busiest rank receives where a value is brought into a layout."""
-    return move_cost(value, value.layout, layout) if value.layout is not None else 0
-
-
-def _with_copy(value: Value, reader: str, layout: Layout | None) -> Value:
-    """Return a value that an expression reads in a layout."""
-    if (
-        layout is None
-        or value.layout in (None, layout)
-        or (reader, layout) in value.copies
-        or value.layout.partial_axes
-    ):
-        return value
-    return replace(value, copies=(*value.copies, (reader, layout)))
 
 
 def _placed(values: Mapping[str, Value], value: Value, inferred: Layout | None) -> Value:

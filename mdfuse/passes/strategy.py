@@ -293,7 +293,7 @@ def _operands(expr: Expr, values: Mapping[str, Value]) -> tuple[list[Operand], D
             _without(labels.operands[at], clashing),
             values[x].layout,
             {d: reach for (p, d), reach in labels.reaches.items() if p == at},
-            values[x].copies_beside(expr),
+            *values[x].copies_beside(expr),
         )
         for x, (at, *_) in read.items()
     ]
