@@ -121,7 +121,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     batch, heads, n, e = q.shape
     kernels: Any = _kernels()
-    block = _blocks(q, v)
+    block = _blocks(q, v, "attend")
     out = q.new_empty((batch, heads, n, v.shape[-1]))
     sums = q.new_empty((batch, heads, n), dtype=torch.float32)
     with torch.cuda.device_of(q):  # Triton launches on the current one
@@ -141,7 +141,7 @@ def _attend_grad(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     (batch, heads, n, e), (_, shared, m, f) = q.shape, v.shape
     kernels: Any = _kernels()
-    block, how = _blocks(q, v, is_backward=True), _how(q, v, shift, window)
+    how = _how(q, v, shift, window)
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     deltas = torch.empty_like(sums)
     strides = (
@@ -152,11 +152,13 @@ def _attend_grad(
         kernels.weigh[-(-n // 64), heads, batch](
             ct, out, deltas, n, f, *ct.stride(), *out.stride(), ROWS=64, F=how["F"]
         )
+        block = _blocks(q, v, "rows_grad")
         bounds = _bounds(keys, block["BLOCK"])
         kernels.rows_grad[-(-n // block["ROWS"]), heads, batch](
             q, k, v, ct, sums, deltas, rows, keys, *bounds, dq, scale, *numbers,
             *_strides(bounds[0]), **how, **block,
         )  # fmt: skip
+        block = _blocks(q, v, "keys_grad")
         bounds = _bounds(rows, block["ROWS"])
         kernels.keys_grad[-(-m // block["BLOCK"]), shared, batch](
             q, k, v, ct, sums, deltas, rows, keys, *bounds, dk, dv, scale, *numbers,
@@ -198,14 +200,18 @@ def _strides(numbers: Tensor) -> tuple[int, ...]:
     return tuple(0 if n == 1 else stride for n, stride in dims)
 
 
-def _blocks(q: Tensor, v: Tensor, is_backward: bool = False) -> dict[str, int]:
-    """Return how many rows and keys a block has, and how many warps compute it."""
-    wide = _power(max(q.shape[-1], v.shape[-1])) * q.element_size()
-    if is_backward:
-        side = 64 if wide <= 256 else 32
-        return {"ROWS": side, "BLOCK": side, "num_warps": 8 if wide == 256 else 4}
-    return {"ROWS": 128 if wide <= 256 else 64, "BLOCK": 64 if wide <= 256 else 32,
-            "num_warps": 8 if wide == 256 else 4}  # fmt: skip
+def _blocks(q: Tensor, v: Tensor, kernel: str) -> dict[str, int]:
+    """Return how many rows and keys a block has, and how many warps compute it.
+
+    A tensor core of an H100 computes 64 rows at once: of keys where these get gradients.
+    """
+    wide = _power(max(q.shape[-1], v.shape[-1])) * q.element_size()  # bytes of a row
+    rows, keys = (64, 64) if wide <= 256 else (64, 32)
+    if kernel == "attend" and wide <= 256:
+        rows = 128
+    if kernel == "keys_grad":
+        rows, keys = keys, rows
+    return {"ROWS": rows, "BLOCK": keys, "num_warps": 4 if wide <= 128 else 8}
 
 
 def _how(q: Tensor, v: Tensor, shift: int | None, window: int | None) -> dict[str, Any]:
