@@ -37,7 +37,6 @@ from mdfuse.passes import (
     compute_again,
     count_rows,
     decompose,
-    documents,
     drop_unread,
     fill_ways,
     flat_rows,
@@ -45,6 +44,7 @@ from mdfuse.passes import (
     meshes,
     microbatches,
     propagate_layouts,
+    read_documents,
     reduce_scatter_creation,
     settle_partials,
     spread_streams,
@@ -73,7 +73,7 @@ PASSES: tuple[tuple[str, Pass], ...] = (
     # Before layouts are inferred, which its new values need; needs to know streamed values.
     (write_through.name, write_through.run),
     # Before layouts, which masks that nobody reads any more would change.
-    (documents.name, documents.run),
+    (read_documents.name, read_documents.run),
     # Every value needs a layout; no later pass infers one.
     (propagate_layouts.name, propagate_layouts.run),
     # Needs to know who has which heads; the gradients that it leaves out are no Partials.

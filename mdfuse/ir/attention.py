@@ -275,8 +275,8 @@ def _grad_of_tile(
     sums, k, v = _cut(sums, tile.rows, -1), _cut(k, tile.keys), _cut(v, tile.keys)
     hides = _hides_of(tile, hides)
     if len(hides) == 2 and documents.fits(q, k, v):
-        given = ct, q, k, v, out, sums, hides[0], hides[1]
-        return documents.attend_grad(*given, scale, tile.shift, tile.window)
+        how = hides[0], hides[1], scale, tile.shift, tile.window
+        return documents.attend_grad(ct, q, k, v, out, sums, *how)
     mask, is_causal = _masked(tile, hides, q)
     kernels = _kernels(q, k, v, mask, is_causal)
     if kernels is None and is_causal and tile.shape[0] != tile.shape[1]:

@@ -18,8 +18,9 @@ from torch import Tensor
 
 #: The most elements of a mask that is made of numbers.
 _MASK = 1 << 24
-#: What kernels take: dtypes, the most features of a head, and the most heads, and batches.
-_DTYPES, _FEATURES = (torch.float16, torch.bfloat16, torch.float32), 256
+#: dtype -> the most features of a head that kernels take: blocks must fit into shared memory.
+_FEATURES = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}
+#: The most heads, and the most batches, of a grid.
 _HEADS = 65_535
 #: How many blocks of numbers are compared at once.
 _MANY = 256
@@ -39,7 +40,7 @@ def rows_of_mask(rows: Tensor, keys: Tensor) -> int:
 def has_kernels(dtype: torch.dtype, e: int, f: int) -> bool:
     """Return whether kernels take keys of e features and values of f; not where a run says so."""
     is_known = type(e) is type(f) is int
-    return is_known and dtype in _DTYPES and 0 < e <= _FEATURES and 0 < f <= _FEATURES
+    return is_known and min(e, f) > 0 and max(e, f) <= _FEATURES.get(dtype, 0)
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -211,14 +212,15 @@ def _blocks(q: Tensor, v: Tensor, kernel: str) -> dict[str, int]:
         rows = 128
     if kernel == "keys_grad":
         rows, keys = keys, rows
-    return {"ROWS": rows, "BLOCK": keys, "num_warps": 4 if wide <= 128 else 8}
+    stages = 2 if q.dtype == torch.float32 else 3  # a block of f32 takes thrice its bytes
+    return {"ROWS": rows, "BLOCK": keys, "num_warps": 4 if wide <= 128 else 8, "num_stages": stages}
 
 
 def _how(q: Tensor, v: Tensor, shift: int | None, window: int | None) -> dict[str, Any]:
     return {
         "IS_CAUSAL": shift is not None, "HAS_WINDOW": window is not None, "MANY": _MANY,
         "E": _power(q.shape[-1]), "F": _power(v.shape[-1]),
-        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
     }  # fmt: skip
 
 

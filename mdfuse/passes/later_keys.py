@@ -33,11 +33,13 @@ def hides_later(fusion: Fusion, e: Expr, rows: str, keys: str) -> bool:
     if e.op not in NOT_BEFORE or len(e.reads) != 2:
         return False
     (a, of_a), (b, of_b) = (_viewed(fusion, e.reads[at]) for at in NOT_BEFORE[e.op])
-    made = [fusion.producers.get(x) for x in (a, b)]
-    if made[0] is not None and made[1] is not None and made[0].op == made[1].op == "arange":
-        is_alike = made[0].inputs == made[1].inputs and made[0].inputs[1] == 1
+    ends = [fusion.producers.get(x) for x in (a, b)]
+    if ends[0] is not None and ends[1] is not None and ends[0].op == ends[1].op == "arange":
+        is_alike = ends[0].inputs == ends[1].inputs and ends[0].inputs[1] == 1
         places = [[d - len(of) for d, x in enumerate(of) if x == 0] for of in (of_a, of_b)]
-        return is_alike and places == [[-2], [-1]]
+        pairs = ((a, fusion.values[rows].shape[-2]), (b, fusion.values[keys].shape[-1]))
+        is_each = all(are_same(fusion.values[x].shape[0], n) for x, n in pairs)
+        return is_alike and is_each and places == [[-2], [-1]]
     (c, of_c), (d, of_d) = (_viewed(fusion, x) for x in (rows, keys))
     if a != b or c != d or (of_a, of_b) != (of_c, of_d) or len(of_a) < 2:
         return False
@@ -65,15 +67,15 @@ def _counts_restarts(fusion: Fusion, numbers: str, positions: str, dim: int) -> 
     %numbers = cumsum(cast(ne(%step, 1)))
     """
     p = fusion.values[positions]
-    count, ne = (_made(fusion, numbers, *ops) for ops in (("cumsum",), ("cumsum", "cast", "ne")))
+    count, ne = (_last_of(fusion, numbers, *ops) for ops in (("cumsum",), ("cumsum", "cast", "ne")))
     if count is None or ne is None or ne.inputs[1] != 1 or p.dtype.is_floating_point:
         return False
     is_wide = fusion.values[numbers].dtype == fusion.values[count.reads[0]].dtype == torch.int64
-    step = _made(fusion, ne.reads[0], "sub")
+    step = _last_of(fusion, ne.reads[0], "sub")
     if not is_wide or count.kwargs["dim"] % len(p.shape) != dim or step is None:
         return False
-    ends = [_made(fusion, x, "slice") for x in step.reads]
-    both = [_made(fusion, e.reads[0], "cat") for e in ends if e is not None]
+    ends = [_last_of(fusion, x, "slice") for x in step.reads]
+    both = [_last_of(fusion, e.reads[0], "cat") for e in ends if e is not None]
     if len(both) != 2 or both[0] is None or both[0] is not both[1] or len(both[0].reads) != 2:
         return False
     whole = both[0]
@@ -83,7 +85,7 @@ def _counts_restarts(fusion: Fusion, numbers: str, positions: str, dim: int) -> 
     return last and has_one and all(_is_run(fusion, e, p.shape, dim, at) for e, at in runs)
 
 
-def _made(fusion: Fusion, x: str, *ops: str) -> Expr | None:
+def _last_of(fusion: Fusion, x: str, *ops: str) -> Expr | None:
     """Return the last expression of a chain that makes a value, copies aside; None: another."""
     e: Expr | None = None
     for op in ops:

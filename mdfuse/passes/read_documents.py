@@ -28,7 +28,7 @@ from mdfuse.passes.rewriting import Maker, rewritten
 from mdfuse.passes.sharded.attention_masks import BACKWARD, FORWARD
 from mdfuse.passes.sharded.split_attention import ATTENTIONS
 
-name = "documents"
+name = "read_documents"
 
 #: op -> its operand that is a mask.
 _AT = {**dict.fromkeys(ATTENTIONS, FORWARD), "attention_grad": BACKWARD}
@@ -65,9 +65,9 @@ def _heads(fusion: Fusion, e: Expr) -> tuple[torch.dtype, int, int]:
 
 def _line(attentions: Sequence[Expr], by_kernels: bool) -> str:
     """Return a line of a report about attentions."""
-    first, more = attentions[0], len(attentions) - 1
+    first, others = attentions[0], len(attentions) - 1
     where = f" ({first.source})" if first.source else ""
-    name = f"attention %{first.outputs[0]}{where}" + f", and {more} more" * (more > 0)
+    name = f"attention %{first.outputs[0]}{where}" + f", and {others} more" * (others > 0)
     masks = "masks of a few rows each are made of these, and nothing is left out"
     how = f"on GPUs kernels leave out blocks of other documents; elsewhere {masks}"
     return f"{name}: numbers of documents in the place of a mask: {how if by_kernels else masks}"
@@ -75,7 +75,7 @@ def _line(attentions: Sequence[Expr], by_kernels: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Documents:
-    """What a mask compares.
+    """Numbers of documents that a mask compares.
 
     Attributes:
         rows, keys: the numbers of their documents.

@@ -76,6 +76,9 @@ OTHERS: dict[str, Mask] = {
     "strictly behind": lambda ids, at, lib: (
         same(ids)[:, None] & (count_of(lib)[:, None] > count_of(lib))
     ),
+    "the first row for all": lambda ids, at, lib: (
+        same(ids)[:, None] & (lib.arange(1)[:, None] >= count_of(lib))
+    ),
     "steps of 2": lambda ids, at, lib: (
         same(ids)[:, None] & (count_of(lib)[:, None] * 2 >= count_of(lib))
     ),
@@ -210,5 +213,5 @@ def test_the_report_says_what_has_kernels(dtype: torch.dtype, features: int, has
             q = mf.ops.attention(q, k, v, same(ids)[:, None]).output
         fd.add_output(q)
     (line,) = [x for x in mf.compile(fd).explain().splitlines() if "numbers of documents" in x]
-    assert ", and 2 more: " in line and "test_documents.py" in line
+    assert ", and 2 more: " in line and "test_read_documents.py" in line
     assert ("on GPUs kernels leave out blocks of other documents" in line) is has
