@@ -44,6 +44,7 @@ from mdfuse.passes import (
     meshes,
     microbatches,
     propagate_layouts,
+    read_documents,
     reduce_scatter_creation,
     settle_partials,
     spread_streams,
@@ -71,6 +72,8 @@ PASSES: tuple[tuple[str, Pass], ...] = (
     (streams.name, streams.run),
     # Before layouts are inferred, which its new values need; needs to know streamed values.
     (write_through.name, write_through.run),
+    # Before layouts, which masks that nobody reads any more would change.
+    (read_documents.name, read_documents.run),
     # Every value needs a layout; no later pass infers one.
     (propagate_layouts.name, propagate_layouts.run),
     # Needs to know who has which heads; the gradients that it leaves out are no Partials.

@@ -34,7 +34,9 @@ MODULES = {
 
 
 #: Modules that are imported where a package is -> the package.
-WITH_A_PACKAGE = {"mdfuse.ir.few_rows_kernels": "triton"}
+WITH_A_PACKAGE = dict.fromkeys(
+    ("mdfuse.ir.few_rows_kernels", "mdfuse.ir.documents_kernels"), "triton"
+)
 
 
 def test_modules_can_be_imported() -> None:

@@ -111,7 +111,7 @@ class ImportedModel:
         """
         lowered = self.compile().fusion
         warnings = [*warnings_of(self.model, self.fusion, lowered), *uneven_shares(lowered)]
-        warnings += [*self.fusion.notes, *of_rows(self.model.capacity, lowered)]
+        warnings += [*lowered.notes, *of_rows(self.model.capacity, lowered)]
         return report(self.model, self._patterns, self._skipped, self._unexpected, warnings)
 
     def layout(self, name: str) -> Layout:

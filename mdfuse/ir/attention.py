@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.ir import attention_kernels, shapes
+from mdfuse.ir import attention_kernels, documents, shapes
 from mdfuse.ir.visible import Run, Tile, tiles
 from mdfuse.layouts.boxes import nth_chunk
 
@@ -26,8 +26,7 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None = None,
-    *,
+    *hides: Tensor | None,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
@@ -42,18 +41,20 @@ def attend(
     A row that sees nothing is 0, and its logarithm -inf.
 
     Args:
-        q, k, v, mask: see `mdfuse.frontend.ops.neural.attention`.
+        q, k, v: see `mdfuse.frontend.ops.neural.attention`.
+        hides: nothing; a mask, likewise; or the numbers of the documents of rows […,l] and of
+            keys […,s], of which rows see those of their document.
         is_causal, scale, enable_gqa, window, q_offset, k_offset: likewise.
         rows: the positions of the query's rows in the whole of it; None: all are here.
         keys: likewise.
     """
-    _check((q, k, v), mask, is_causal, enable_gqa, window)
+    seen_by = _check((q, k, v), hides, is_causal, enable_gqa, window)
     scale = 1 / math.sqrt(q.shape[-1] or 1) if scale is None else scale
     if q.device.type == "meta":
         sums = q.new_empty(q.shape[:-1], dtype=_wide(q.dtype))
         return q.new_empty((*q.shape[:-1], v.shape[-1])), sums
-    seen = _tiles(q, k, is_causal, window, (rows, q_offset), (keys, k_offset))
-    parts = [(t, _attend_tile(t, q, k, v, mask, scale)) for t in seen]
+    seen = _tiles((q, k, v), seen_by, is_causal, window, (rows, q_offset), (keys, k_offset))
+    parts = [(t, _attend_tile(t, q, k, v, seen_by, scale)) for t in seen]
     if len(parts) == 1 and parts[0][0].rows == (0, q.shape[-2]):
         return parts[0][1]
     return _joined(parts, q, v)
@@ -63,8 +64,7 @@ def attend_parts(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None = None,
-    *,
+    *hides: Tensor | None,
     parts: int,
     keys: Sequence[Run] | None = None,
     **how: Any,
@@ -72,7 +72,7 @@ def attend_parts(
     """Compute `attend` for each part of the keys, as `torch.chunk` makes them; see `join`.
 
     Args:
-        q, k, v, mask, keys, how: as `attend` takes them; `keys` are of the one part that is here.
+        q, k, v, hides, keys, how: as `attend` takes them; `keys` are of the one part that is here.
         parts: how many there are; those without keys are 0, and their logarithms -inf.
 
     Returns:
@@ -81,25 +81,30 @@ def attend_parts(
     each, n = list[tuple[Tensor, Tensor]](), k.shape[-2]
     for i in range(parts):
         at = nth_chunk((0, n), parts, i)
-        hides = mask if mask is None or mask.shape[-1] != n else _cut(mask, at, -1)
+        seen = [*hides[:-1], *(_columns(x, n, at) for x in hides[-1:])]
         positions = [at] if keys is None and how.get("is_causal") else keys
-        each.append(attend(q, _cut(k, at), _cut(v, at), hides, keys=positions, **how))
+        each.append(attend(q, _cut(k, at), _cut(v, at), *seen, keys=positions, **how))
     if not each:  # a rank without a part
-        out, sums = attend(q, k, v, mask, keys=keys, **how)
+        out, sums = attend(q, k, v, *hides, keys=keys, **how)
         return out.new_empty((0, *out.shape)), sums.new_empty((0, *sums.shape))
     return torch.stack([out for out, _ in each]), torch.stack([sums for _, sums in each])
 
 
-def attend_terms(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **how: Any) -> Tensor:
+def _columns(x: Tensor | None, n: int, keys: Run) -> Tensor | None:
+    """Return the columns of a mask, or the numbers, of some of n keys; one for all as it is."""
+    return x if x is None or x.shape[-1] != n else _cut(x, keys, -1)
+
+
+def attend_terms(q: Tensor, k: Tensor, v: Tensor, *hides: Tensor | None, **how: Any) -> Tensor:
     """Compute `attend` to some of the keys, as a term that `join_terms` joins with those of others.
 
     Args:
-        q, k, v, mask, how: as `attend` takes them.
+        q, k, v, hides, how: as `attend` takes them.
 
     Returns:
         both results, in f32 or f64: the logarithms are the last column.
     """
-    out, sums = attend(q, k, v, mask, **how)
+    out, sums = attend(q, k, v, *hides, **how)
     return torch.cat((out.to(sums.dtype), sums.unsqueeze(-1)), -1)
 
 
@@ -124,8 +129,7 @@ def attend_grad(
     out: Tensor,
     sums: Tensor,
     ct: Tensor,
-    mask: Tensor | None = None,
-    *,
+    *hides: Tensor | None,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
@@ -138,12 +142,12 @@ def attend_grad(
     """Return what the cotangent of attention's first result means for q, k and v.
 
     Args:
-        q, k, v, mask: as `attend` took them.
+        q, k, v, hides: as `attend` took them.
         out, sums: what it gave, of all keys: also where others of them are on other ranks.
         ct: the cotangent of `out`.
         is_causal, scale, enable_gqa, window, q_offset, k_offset, rows, keys: as `attend` took them.
     """
-    _check((q, k, v), mask, is_causal, enable_gqa, window)
+    seen_by = _check((q, k, v), hides, is_causal, enable_gqa, window)
     shapes.attention_grad([*map(_shape, (q, k, v, out, sums, ct))], {"enable_gqa": enable_gqa})
     if not out.dtype == ct.dtype == q.dtype or sums.dtype != _wide(q.dtype):
         raise TypeError(
@@ -154,13 +158,13 @@ def attend_grad(
         return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     # the powers of a row that is hidden entirely are 0 whatever their sum is
     sums = sums.masked_fill(sums == -math.inf, 0)
-    seen = _tiles(q, k, is_causal, window, (rows, q_offset), (keys, k_offset))
+    seen = _tiles((q, k, v), seen_by, is_causal, window, (rows, q_offset), (keys, k_offset))
     saved = q, k, v, out, sums, ct
     if len(seen) == 1 and seen[0].shape == (q.shape[-2], k.shape[-2]):
-        return _grad_of_tile(seen[0], saved, mask, scale)
+        return _grad_of_tile(seen[0], saved, seen_by, scale)
     grads = [torch.zeros(x.shape, dtype=_wide(x.dtype), device=x.device) for x in (q, k, v)]
     for t in seen:
-        parts = _grad_of_tile(t, saved, mask, scale)
+        parts = _grad_of_tile(t, saved, seen_by, scale)
         for total, part, at in zip(grads, parts, (t.rows, t.keys, t.keys), strict=True):
             _cut(total, at).add_(part)
     dq, dk, dv = (total.to(q.dtype) for total in grads)
@@ -174,13 +178,24 @@ _Placed = tuple[Sequence[Run] | None, int]
 
 
 def _tiles(
-    q: Tensor, k: Tensor, is_causal: bool, window: int | None, rows: _Placed, keys: _Placed
+    operands: Sequence[Tensor],
+    hides: Sequence[Tensor],
+    is_causal: bool,
+    window: int | None,
+    rows: _Placed,
+    keys: _Placed,
 ) -> list[Tile]:
-    """Return what rows see of the keys that are here; one tile where they see all."""
-    n, m = q.shape[-2], k.shape[-2]
-    if not is_causal:
-        return [Tile((0, n), (0, m))]
-    return tiles(_positions(n, *rows), _positions(m, *keys), is_causal, window)
+    """Return what rows see of the keys that are here; one tile where they see all.
+
+    Masks that are made of numbers of documents are of a few rows each.
+    """
+    n, m = (x.shape[-2] for x in operands[:2])
+    seen = [Tile((0, n), (0, m))]
+    if is_causal:
+        seen = tiles(_positions(n, *rows), _positions(m, *keys), is_causal, window)
+    if len(hides) < 2 or documents.fits(*operands):
+        return seen
+    return [part for t in seen for part in t.blocks(documents.rows_of_mask(*hides))]
 
 
 def _positions(n: int, runs: Sequence[Run] | None, shift: int) -> list[Run]:
@@ -204,15 +219,19 @@ def _band(tile: Tile, device: torch.device) -> Tensor:
 
 
 def _attend_tile(
-    tile: Tile, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
+    tile: Tile, q: Tensor, k: Tensor, v: Tensor, hides: Sequence[Tensor], scale: float
 ) -> tuple[Tensor, Tensor]:
     """Compute the attention of the rows of a tile to its keys."""
     q, k, v = _cut(q, tile.rows), _cut(k, tile.keys), _cut(v, tile.keys)
-    mask, is_causal = _masked(tile, mask, q)
+    hides = _hides_of(tile, hides)
+    if len(hides) == 2 and documents.fits(q, k, v):
+        of_rows, of_keys = hides
+        return documents.attend(q, k, v, of_rows, of_keys, scale, tile.shift, tile.window)
+    mask, is_causal = _masked(tile, hides, q)
     kernels = _kernels(q, k, v, mask, is_causal)
     if kernels is None and is_causal and tile.shape[0] != tile.shape[1]:
         apart = tile._replace(rows=(0, tile.shape[0]), keys=(0, tile.shape[1])).halves()
-        return _joined([(t, _attend_tile(t, q, k, v, None, scale)) for t in apart], q, v)
+        return _joined([(t, _attend_tile(t, q, k, v, (), scale)) for t in apart], q, v)
     if kernels is None:
         return _attend_blocks(_Scores(q, k, mask, is_causal, scale), v)
     heads, bias = _as_heads(q, k, v), _as_bias(mask, q, k)
@@ -223,11 +242,22 @@ def _attend_tile(
     return out.reshape(*q.shape[:-1], v.shape[-1]), sums.reshape(q.shape[:-1])
 
 
-def _masked(tile: Tile, mask: Tensor | None, q: Tensor) -> tuple[Tensor | None, bool]:
+def _hides_of(tile: Tile, hides: Sequence[Tensor]) -> list[Tensor]:
+    """Return the rows and columns of a tile, of a mask or of numbers of documents."""
+    ends = ((tile.rows, -2), (tile.keys, -1))
+    if len(hides) == 2:
+        return [_cut(x, run, -1) for x, (run, _) in zip(hides, ends, strict=True)]
+    parts = list(hides)
+    for run, dim in ends:
+        parts = [x if x.shape[dim] == 1 else _cut(x, run, dim) for x in parts]
+    return parts
+
+
+def _masked(tile: Tile, hides: Sequence[Tensor], q: Tensor) -> tuple[Tensor | None, bool]:
     """Return the mask of a tile, and whether it is a triangle, which needs none."""
-    if mask is not None:
-        for dim, run in ((-2, tile.rows), (-1, tile.keys)):
-            mask = mask if mask.shape[dim] == 1 else _cut(mask, run, dim)
+    mask = hides[0] if hides else None
+    if len(hides) == 2:
+        mask = hides[0].unsqueeze(-1) == hides[1].unsqueeze(-2)
     if tile.shift is None or (mask is None and tile.window is None):
         return mask, tile.shift is not None
     seen = _band(tile, q.device)
@@ -237,17 +267,21 @@ def _masked(tile: Tile, mask: Tensor | None, q: Tensor) -> tuple[Tensor | None, 
 
 
 def _grad_of_tile(
-    tile: Tile, saved: Sequence[Tensor], mask: Tensor | None, scale: float
+    tile: Tile, saved: Sequence[Tensor], hides: Sequence[Tensor], scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what the rows of a tile mean for themselves and for its keys."""
     q, k, v, out, sums, ct = saved
     q, out, ct = (_cut(x, tile.rows) for x in (q, out, ct))
     sums, k, v = _cut(sums, tile.rows, -1), _cut(k, tile.keys), _cut(v, tile.keys)
-    mask, is_causal = _masked(tile, mask, q)
+    hides = _hides_of(tile, hides)
+    if len(hides) == 2 and documents.fits(q, k, v):
+        how = hides[0], hides[1], scale, tile.shift, tile.window
+        return documents.attend_grad(ct, q, k, v, out, sums, *how)
+    mask, is_causal = _masked(tile, hides, q)
     kernels = _kernels(q, k, v, mask, is_causal)
     if kernels is None and is_causal and tile.shape[0] != tile.shape[1]:
         apart = tile._replace(rows=(0, tile.shape[0]), keys=(0, tile.shape[1])).halves()
-        full, square = (_grad_of_tile(t, (q, k, v, out, sums, ct), None, scale) for t in apart)
+        full, square = (_grad_of_tile(t, (q, k, v, out, sums, ct), (), scale) for t in apart)
         dk, dv = (torch.cat(x, -2) for x in zip(full[1:], square[1:], strict=True))
         return (full[0].to(sums.dtype) + square[0]).to(q.dtype), dk, dv
     if kernels is None:
@@ -300,19 +334,24 @@ def _shape(x: Tensor | None) -> tuple[int, ...] | None:
 
 def _check(
     operands: Sequence[Tensor],
-    mask: Tensor | None,
+    hides: Sequence[Tensor | None],
     is_causal: bool,
     enable_gqa: bool,
     window: int | None,
-) -> None:
-    """Raise ValueError or TypeError where attention of these means nothing."""
+) -> list[Tensor]:
+    """Return what hides keys; raise ValueError or TypeError where attention means nothing."""
     attrs = {"is_causal": is_causal, "enable_gqa": enable_gqa, "window": window}
-    shapes.attended([*map(_shape, (*operands, mask))], attrs)
+    shapes.attended([*map(_shape, (*operands, *hides))], attrs)
     dtypes = {x.dtype for x in operands}
     if len(dtypes) > 1 or not operands[0].dtype.is_floating_point:
         raise TypeError(f"query, key and value have one floating dtype, not {dtypes}")
-    if mask is not None and not (mask.dtype == torch.bool or mask.dtype.is_floating_point):
-        raise TypeError(f"a mask is of bools or floats, not {mask.dtype}")
+    given = [x for x in hides if x is not None]
+    kinds = [x.dtype for x in given]
+    if len(given) == 1 and not (kinds[0] == torch.bool or kinds[0].is_floating_point):
+        raise TypeError(f"a mask is of bools or floats, not {kinds[0]}")
+    if len(given) == 2 and any(x.is_floating_point or x.is_complex for x in kinds):
+        raise TypeError(f"documents have integers as numbers, not {kinds}")
+    return given
 
 
 # -- a library's kernels ---------------------------------------------------------------------------

@@ -15,9 +15,9 @@ _KEYS = 64
 
 
 def attention(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
-    """Label `q[…,l,e], k[…,s,e], v[…,s,f]`: all but e and s may be split."""
+    """Label `q[…,l,e], k[…,s,e], v[…,s,f]`, and what hides keys: all but e and s may be split."""
     batch = rows = len(result) - 2
-    q, k, v, mask = (*shapes, None)[:4]
+    q, k, v, *hides = shapes
     assert q is not None and k is not None and v is not None
     heads, is_grouped = batch - 1, bool(attrs.get("enable_gqa"))
     shared = k[-3] if is_grouped else 1
@@ -29,8 +29,11 @@ def attention(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap
     def fits(label: int, sizes: tuple[int, ...]) -> bool:
         return label != heads or shared % math.prod(sizes) == 0
 
-    masked = aligned(mask, (*result[:-1], k[-2])) if mask is not None else ()
-    reach = _reach_of_window(q, k, attrs) if mask is None else None
+    hidden = [_without_columns(x, (*result[:-1], k[-2])) for x in hides]
+    if len(hides) == 2:  # numbers of documents
+        hidden = [aligned(x, (*result[:-2], n)) for x, n in zip(hides, (q[-2], k[-2]), strict=True)]
+        hidden[1] = (*hidden[1][:-1], None)
+    reach = _reach_of_window(q, k, attrs) if not any(hides) else None
     keys = rows if reach is not None else None
     plain = [heads] * is_shared + [rows] * (reach is not None)
     return DimMap(
@@ -38,13 +41,19 @@ def attention(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap
             (*lead[0], rows, None),
             (*lead[1], keys, None),
             (*lead[2], keys, batch + 1),
-            tuple(None if x == batch + 1 else x for x in masked),
-        )[: len(shapes)],
+            *hidden,
+        ),
         results=((*range(batch), rows, batch + 1),),
         fits=fits if is_shared else always,
         plain=frozenset(plain) if plain else None,
         reaches={(at, len(x) - 2): reach for at, x in ((1, k), (2, v))} if reach else {},
     )
+
+
+def _without_columns(shape: Shape | None, result: Shape) -> Labels:
+    """Label a mask, whose columns must be whole."""
+    last = len(result) - 1
+    return tuple(None if x == last else x for x in aligned(shape, result))
 
 
 def _reach_of_window(q: Shape, k: Shape, attrs: Mapping[str, Any]) -> Reach | None:
@@ -69,9 +78,9 @@ def attended(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
 def attention_parts(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
     """Label attention to parts of its keys, one for each rank of the axes that split them."""
     of = attended(shapes, result[1:], attrs)
-    (q, k, v, *mask), (out, sums) = of.operands, of.results
+    (q, k, v, *hides), (out, sums) = of.operands, of.results
     part = _KEYS
-    keys = _with_keys(k, v, mask, shapes)
+    keys = _with_keys(k, v, hides, shapes)
 
     def fits(label: int, sizes: tuple[int, ...]) -> bool:
         return math.prod(sizes) == attrs["parts"] if label == part else of.fits(label, sizes)
@@ -84,8 +93,8 @@ def attention_parts(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> 
 def attention_terms(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
     """Label attention to some of its keys, whose terms join by `lse`."""
     of = attended(shapes, result, attrs)
-    (q, k, v, *mask), (out, _) = of.operands, of.results
-    keys = _with_keys(k, v, mask, shapes)
+    (q, k, v, *hides), (out, _) = of.operands, of.results
+    keys = _with_keys(k, v, hides, shapes)
     plain = of.plain - {out[-2]} if of.plain is not None else None
     return replace(
         of, operands=(q, *keys), results=(out,), reduces={_KEYS: "lse"}, plain=plain, reaches={}
@@ -96,27 +105,29 @@ def attention_grad(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> D
     """Label the gradient of attention: with rows split, keys and values add up, and vice versa."""
     given = (*shapes[:3], *shapes[6:])
     of = attended(given, (*result[:-1], 0), attrs)
-    (q, k, v, *mask), (out, sums) = of.operands, of.results
-    k, v, *mask = _with_keys(k, v, mask, given)
+    (q, k, v, *hides), (out, sums) = of.operands, of.results
+    k, v, *hides = _with_keys(k, v, hides, given)
     rows = sums[-1]
     assert rows is not None
     return replace(
         of,
-        operands=(q, k, v, out, sums, out, *mask)[: len(shapes)],
+        operands=(q, k, v, out, sums, out, *hides)[: len(shapes)],
         results=(q, k, v),
         reduces={rows: "sum", _KEYS: "sum"},
         reaches={},
     )
 
 
-def _with_keys(k: Labels, v: Labels, mask: Sequence[Labels], shapes: Shapes) -> list[Labels]:
-    """Return the labels of key, value and mask with that of the positions of keys."""
+def _with_keys(k: Labels, v: Labels, hides: Sequence[Labels], shapes: Shapes) -> list[Labels]:
+    """Return the labels of key, value and what hides keys, with that of the positions of keys."""
     keys = shapes[1]
     assert keys is not None
     labels = [(*x[:-2], _KEYS, None) for x in (k, v)]
-    for x, shape in zip(mask, shapes[3:], strict=False):
+    for x, shape in zip(hides, shapes[3:], strict=False):
         is_each = bool(shape) and shape is not None and shape[-1] == keys[-2]
         labels.append((*x[:-1], _KEYS if is_each else None) if x else x)
+    if len(hides) == 2:  # the first numbers are of rows, also where there are as many keys
+        labels[2] = hides[0]
     return labels
 
 

@@ -225,6 +225,7 @@ def attend(
     k: Tensor,
     v: Tensor,
     mask: Any = None,
+    of_keys: Any = None,
     *,
     is_causal: bool = False,
     scale: float | None = None,
@@ -233,10 +234,11 @@ def attend(
 ) -> Tensor:
     """Compute scaled dot-product attention; the mask may be None.
 
-    Torch's own knows no positions: of parts, with offsets or windows, see `attention.attend`.
+    Torch's own knows neither positions, of parts, with offsets or windows, nor documents, whose
+    numbers are those of rows, in the place of a mask, and of keys: see `attention.attend`.
     """
     how: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-    if not positions or not any(positions.values()):
+    if of_keys is None and not any(positions.values()):
         if few_rows.fits(q, k, v, mask, is_causal, enable_gqa):
             by = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
             result: Tensor = few_rows.attend(q, k, v, mask, by)
@@ -251,4 +253,4 @@ def attend(
     if not enable_gqa:
         lead = torch.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v)))
         q, k, v = (x.expand(*lead, *x.shape[-2:]) for x in (q, k, v))
-    return attention.attend(q, k, v, mask, **how, **positions)[0]
+    return attention.attend(q, k, v, mask, of_keys, **how, **positions)[0]

@@ -241,15 +241,15 @@ def layer_norm(shapes: Shapes, attrs: Attrs) -> Shape:
 def attention(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the shape […,l,f] for `q[…,l,e], k[…,s,e], v[…,s,f]`.
 
-    As in torch, a mask takes the place of is_causal.
+    As in torch, a mask takes the place of is_causal; numbers of documents do not.
     """
-    if len(_present(shapes)) > 3 and attrs.get("is_causal"):
+    if len(_present(shapes)) == 4 and attrs.get("is_causal"):
         raise ValueError("a mask takes the place of is_causal")
     return _attended(shapes, attrs)
 
 
 def _attended(shapes: Shapes, attrs: Attrs) -> Shape:
-    q, k, v, *mask = _present(shapes)
+    q, k, v, *hides = _present(shapes)
     if attrs.get("enable_gqa"):
         k, v = with_heads(k, q), with_heads(v, q)
     _equal(q[-1], k[-1])
@@ -257,10 +257,15 @@ def _attended(shapes: Shapes, attrs: Attrs) -> Shape:
     lead = _broadcast(q[:-2], k[:-2], v[:-2])
     if attrs.get("window") is not None and not attrs.get("is_causal"):
         raise ValueError("a window is of a causal attention: the last keys that a row sees")
-    for m in mask:
+    for m in hides if len(hides) == 1 else ():
         if len(m) < 2:
             raise ValueError("a mask has rows and columns")
         _check_expands(m, (*lead, q[-2], k[-2]))
+    for numbers, x in zip(hides, (q, k), strict=False) if len(hides) == 2 else ():
+        if not numbers:
+            raise ValueError("numbers of documents are of rows, or of keys")
+        _equal(numbers[-1], x[-2])
+        _check_expands(numbers, (*lead, x[-2]))
     return (*lead, q[-2], v[-1])
 
 
@@ -291,8 +296,8 @@ def attention_terms(shapes: Shapes, attrs: Attrs) -> Shape:
 
 def attention_grad(shapes: Shapes, attrs: Attrs) -> tuple[Shape, Shape, Shape]:
     """Return the shapes of query, key and value, checked with those of what attention gave."""
-    q, k, v, out, sums, ct, *mask = _present(shapes)
-    for shape, wanted in zip((out, sums), attended((q, k, v, *mask), attrs), strict=True):
+    q, k, v, out, sums, ct, *hides = _present(shapes)
+    for shape, wanted in zip((out, sums), attended((q, k, v, *hides), attrs), strict=True):
         for a, b in zip(shape, wanted, strict=True):
             _equal(a, b)
     for a, b in zip(ct, out, strict=True):

@@ -53,6 +53,20 @@ class Tile(NamedTuple):
         middle = d - (b - a)
         return Tile(self.rows, (c, middle)), Tile(self.rows, (middle, d), 0)
 
+    def blocks(self, most: int) -> Iterator[Tile]:
+        """Yield tiles of at most so many rows each, without the keys behind all of these.
+
+        >>> [*Tile((0, 4), (0, 5), 1).blocks(3)]  # doctest: +NORMALIZE_WHITESPACE
+        [Tile(rows=(0, 3), keys=(0, 4), shift=1, window=None),
+         Tile(rows=(3, 4), keys=(0, 5), shift=4, window=None)]
+        """
+        (a, b), (c, d) = self.rows, self.keys
+        for start in range(a, max(b, a + 1), most):
+            stop = min(start + most, b)
+            shift = None if self.shift is None else self.shift + start - a
+            end = d if shift is None else min(d, c + shift + stop - start)
+            yield Tile((start, stop), (c, end), shift, self.window)
+
 
 def tiles(
     rows: Sequence[Run], keys: Sequence[Run], is_causal: bool, window: int | None = None

@@ -131,18 +131,18 @@ row(
     globalize=of_part.whole_positions,
     is_library=True,
     is_plain=True,
-    operands=(3, 4),
+    operands=(3, 5),
     attrs=_ATTEND,
     **_COMPOSITE,
 )
 for _name, _call, _rule, _shape, _counts in (
-    ("attention", attention.attend, attention_dims.attended, shapes.attended, (2, 3, 4)),
+    ("attention", attention.attend, attention_dims.attended, shapes.attended, (2, 3, 5)),
     (
         "attention_grad",
         attention.attend_grad,
         attention_dims.attention_grad,
         shapes.attention_grad,
-        (3, 6, 7),
+        (3, 6, 8),
     ),
 ):
     _more: dict[str, Any] = {"results": _counts[0], "operands": _counts[1:], "is_library": True}
@@ -170,7 +170,7 @@ row(
     localize=of_part.local_parts,
     globalize=of_part.whole_parts,
     results=2,
-    operands=(3, 4),
+    operands=(3, 5),
     is_library=True,
     is_plain=True,
     attrs=(*_ATTEND, attr("parts", "extent", True)),
@@ -215,7 +215,7 @@ row(
     ANYHOW,
     localize=of_part.local_positions,
     globalize=of_part.whole_positions,
-    operands=(3, 4),
+    operands=(3, 5),
     is_library=True,
     is_plain=True,
     attrs=_ATTEND,

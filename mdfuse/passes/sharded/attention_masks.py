@@ -42,7 +42,7 @@ class Masks:
     def read(
         self, maker: Maker, by: Expr, split: SplitAttention, to: Layout, stream: Stream | None
     ) -> list[str]:
-        """Return the mask as attention reads it; nothing where there is none.
+        """Return the mask, or numbers of documents, as attention reads them; nothing without.
 
         Args:
             maker: to which the expressions that make it are appended.
@@ -51,20 +51,20 @@ class Masks:
             to: the layout of its query where it is read.
             stream: of the keys; None where all are there.
         """
-        if split.mask is None:
-            return []
         exprs, ends = parts(split)
         read = {x: x for x in ends}
         read |= {x: self._brought(maker, by, x, at) for x, at in received(split, to)}
         if stream is not None:
-            read = {x: _in_turn(maker, by, split, y, stream) for x, y in read.items()}
+            rows = split.hides[:-1]  # of which documents are
+            some = {x: y for x, y in read.items() if x not in rows}
+            read |= {x: _in_turn(maker, by, split, y, stream) for x, y in some.items()}
         for e in exprs:
             read[e.output] = self._again(maker, by, e, read, to if stream is None else None)
             if stream is not None:
                 value = maker.values[read[e.output]]
                 at = replace(stream, dim=len(value.shape) - 1)
                 maker.values[value.name] = replace(value, stream=at)
-        return [read[split.mask]]
+        return [read[x] for x in split.hides]
 
     def _again(
         self, maker: Maker, by: Expr, e: Expr, read: dict[str, str], to: Layout | None
@@ -95,7 +95,10 @@ _Along = tuple[int | None, ...]
 
 
 def parts(split: SplitAttention) -> tuple[list[Expr], dict[str, _Along]]:
-    """Return the expressions that make a mask of values with rows or columns alone; and these."""
+    """Return the expressions that make a mask of values with rows or columns alone; and these.
+
+    Numbers of documents are such values themselves.
+    """
     exprs, ends = dict[str, Expr](), dict[str, _Along]()
 
     def visit(x: str, along: _Along) -> None:
@@ -113,9 +116,10 @@ def parts(split: SplitAttention) -> tuple[list[Expr], dict[str, _Along]]:
             visit(y, along)
         exprs[x] = expr
 
-    if split.mask is not None:
-        ndim = len(split.shape(split.operands[0]))
-        visit(split.mask, (*range(ndim - 1), None))
+    rows = len(split.shape(split.operands[0])) + ROWS
+    ends_of = ((rows, None),) if split.mask is not None else ((rows,), (None,))
+    for x, along in zip(split.hides, ends_of, strict=False):
+        visit(x, (*range(rows), *along))
     return [*exprs.values()], ends
 
 

@@ -24,6 +24,10 @@ from mdfuse.passes.sharded.split_attention import HEADS, ROWS, SplitAttention
 PER_BYTE = 1500
 
 
+#: What a report says of a mask.
+_HIDDEN = "; what its mask hides is computed, too: up to"
+
+
 #: A number that is joined is read twice and written twice, in 4 bytes each, by a memory that is
 #: some ten times as fast as links.
 _JOINED = 1.6
@@ -110,9 +114,10 @@ def line(split: SplitAttention, form: str, known: Sequence[Price], is_asked: boo
     axes = " and ".join(split.axes)
     text = f"attention %{split.expr.outputs[0]}{where}, positions split along {axes}: {form}"
     text += ", as context= asks" if is_asked else ""
-    if split.mask is not None and known:
-        seen = max(_pairs(split))
-        text += f"; what its mask hides is computed, too: up to {seen:,} pairs of a head on a rank"
+    if split.hides and known:
+        seen = f"{max(_pairs(split)):,} pairs of a head on a rank"
+        text += "; of its documents are at most" if split.mask is None else _HIDDEN
+        text += f" {seen}"
     each = (f"{p.form} {p.received:,.0f} bytes and {p.share:.2f} of a fair share" for p in known)
     return text + (f"; to the busiest rank: {', '.join(each)}" if known else "")
 

@@ -43,9 +43,14 @@ class SplitAttention:
         return q, k, v
 
     @property
+    def hides(self) -> tuple[str, ...]:
+        """The mask, or the numbers of the documents of rows and of keys; () where there is none."""
+        return (*self.expr.reads[3:],)
+
+    @property
     def mask(self) -> str | None:
         """The mask; None where there is none."""
-        return str(self.expr.inputs[3]) if len(self.expr.reads) > 3 else None
+        return self.hides[0] if len(self.hides) == 1 else None
 
     def shape(self, x: str) -> tuple[int, ...]:
         return self.fusion.values[x].shape

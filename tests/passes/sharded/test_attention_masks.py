@@ -31,6 +31,11 @@ def behind(ids: Any, at: Any) -> Any:
     return documents(ids, at) & (at.unsqueeze(-1) >= at)
 
 
+def not_behind(ids: Any, at: Any) -> Any:
+    """No row sees a later key of its document: no equality, so it stays a mask."""
+    return ~documents(ids, at) | (at.unsqueeze(-1) >= at)
+
+
 def padded(ids: Any, at: Any) -> Any:
     """No row sees the keys of document 1: columns alone, so that some rows see nothing."""
     return (ids != 1).unsqueeze(1).unsqueeze(1)
@@ -48,7 +53,7 @@ def given_whole(ids: Any, at: Any) -> Any:
 
 
 MASKS: dict[str, Callable[[Any, Any], Any]] = {
-    f.__name__: f for f in (documents, behind, padded, slopes, given_whole)
+    f.__name__: f for f in (documents, behind, not_behind, padded, slopes, given_whole)
 }
 
 
@@ -71,7 +76,7 @@ def defined(
         )
         at = {a: of_ids[a] for a in axes if a in of_ids}
         ids = fd.define_tensor([n, rows], torch.int64, mesh, at, name="ids")
-        hides = MASKS[mask](ids, fd.ops.arange(rows))
+        hides = MASKS[mask](ids, fd.ops.arange(rows)) if mask != "none" else None
         y, sums = mf.ops.attention(q, k, v, hides, enable_gqa=True, **how)
         for x in (y, sums, *mf.grad((y * y).sum(), [q, k, v])):
             fd.add_output(x)
@@ -79,13 +84,18 @@ def defined(
 
 
 def given(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> list[Tensor]:
-    """Query, key, value, and ids of documents that lie one behind the other."""
+    """Query, key, value, and ids of documents.
+
+    These lie one behind the other, or mixed; or one is all that there is, or each row is its own.
+    """
     n, heads, shared, rows, f = shape
     generator = torch.Generator().manual_seed(seed)
     wide = torch.float64
     tensors = [torch.randn(n, h, rows, f, dtype=wide, generator=generator).to(dtype)
                for h in (heads, shared, shared)]  # fmt: skip
-    return [*tensors, torch.randint(0, 4, (n, rows), generator=generator).sort(-1).values]
+    drawn = torch.randint(0, 4, (n, rows), generator=generator)
+    each = torch.arange(rows).expand(n, rows).contiguous()
+    return [*tensors, (drawn.sort(-1).values, drawn, torch.zeros_like(drawn), each)[seed % 4]]
 
 
 def expected(tensors: list[Tensor], mask: str, **how: Any) -> list[Tensor]:
@@ -135,12 +145,31 @@ def test_16_bits_are_as_near_as_on_one_device(form: str, zigzag: bool) -> None:
     assert all(x <= 1.5 * least + 1e-6 for x, least in zip(*far, strict=True))
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("zigzag", [False, True])
+@pytest.mark.parametrize("mask", ["documents", "behind"])
+def test_documents_need_no_mask(mask: str, zigzag: bool, form: str) -> None:
+    """No rank has one; numbers alone are sent, and the report says what is computed."""
+    how = {"is_causal": True} if mask == "documents" else {}
+    fd = defined({"cp": 4}, (1, 4, 4, 64, 4), mask, zigzag, **how)
+    program = mf.compile(fd, Options(context=form))
+    plain = mf.compile(
+        defined({"cp": 4}, (1, 4, 4, 64, 4), "none", zigzag, is_causal=True), Options(context=form)
+    )
+    assert "bool[" not in str(program.for_rank(0))
+    more = max(map(program.bytes_received, range(4))) - max(map(plain.bytes_received, range(4)))
+    assert form == "auto" or 0 < more <= 2 * 64 * 8
+    said = program.explain()
+    assert "numbers of documents in the place of a mask: masks of a few rows each are" in said
+    assert "; of its documents are at most" in said and "is computed, too" not in said
+
+
 @pytest.mark.parametrize("form", FORMS[:3])
 @pytest.mark.parametrize("zigzag", [False, True])
 def test_rows_and_columns_are_all_that_is_sent_of_a_mask(form: str, zigzag: bool) -> None:
     """However many there are of both; in a ring no rank has more than its rows of a part's keys."""
     received = {}
-    for mask in ("documents", "behind"):
+    for mask in ("not_behind", "slopes"):
         shape = (1, 4, 4, 64, 4)
         program = mf.compile(defined({"cp": 4}, shape, mask, zigzag), Options(context=form))
         plain = mf.compile(defined({"cp": 4}, shape, "padded", zigzag), Options(context=form))
@@ -158,7 +187,7 @@ def test_a_mask_that_several_read_is_made_once() -> None:
     with mf.FusionDefinition("layers") as fd:
         q, k, v = (fd.define_tensor([1, 2, 8, 4], mesh=mesh, layout=placed) for _ in "qkv")
         ids = fd.define_tensor([1, 8], torch.int64, mesh, {"cp": Shard(1)})
-        mask = documents(ids, None)
+        mask = not_behind(ids, fd.ops.arange(8))
         for _ in range(3):
             q = mf.ops.attention(q, k, v, mask, is_causal=True).output + q
         fd.add_output(q)
@@ -194,10 +223,10 @@ def test_batches_of_a_mask_stay_split(form: str) -> None:
 def test_a_mask_of_all_rows_is_priced() -> None:
     """With whole positions each rank makes all of it: 4096 by 4096, and a part of it otherwise."""
     forms = {}
-    for mask in ("documents", "padded"):
+    for mask in ("not_behind", "padded"):
         fd = defined({"cp": 4}, (1, 16, 16, 4096, 4), mask, False, is_causal=True)
         forms[mask] = mf.compile(fd).explain().partition("positions split along cp: ")[2]
-    assert forms["padded"].startswith("heads") and forms["documents"].startswith("gather")
+    assert forms["padded"].startswith("heads") and forms["not_behind"].startswith("gather")
 
 
 @pytest.mark.parametrize("form", FORMS[:3])
