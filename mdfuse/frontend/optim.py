@@ -26,6 +26,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -189,10 +190,8 @@ def clip_factor(gradients: Sequence[Handle], max_norm: Number) -> tuple[Handle, 
             hint="pass what mf.grad returned",
         )
     there = [g for g in gradients if not g.fact.is_missing] or gradients
-    squares = [sum_of(wide * wide) for wide in map(in_f32, there)]
-    total = squares[0]
-    for square in squares[1:]:
-        total = total + square
+    # each sum is taken and added up beside its gradient: a part of what layers compute alike
+    total = reduce(add, (sum_of(wide * wide) for wide in map(in_f32, there)))
     norm = ROWS["sqrt"](total)
     return clamp(max_norm / (norm + 1e-6), None, 1.0), norm
 
