@@ -13,14 +13,16 @@
 The first layer of a model is so in a unit with what is before it. Cut off it takes its operands
 from memory, as the other layers do, and equal units are compiled once. Only what is a unit more
 often than the longer one, and takes as long to compile as a repetition (`repeats.LEAST`), counts.
+Units of loops, and of blocks that not every rank computes, stay.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
+from typing import NamedTuple
 
 from mdfuse.config import Options
 from mdfuse.hir.instructions import row_of
@@ -32,35 +34,45 @@ name = "cut_units"
 
 def run(program: HostProgram, options: Options) -> HostProgram:
     """Return the program with its longer units cut."""
-    units = [i for i in program.walk() if i.op == "launch"]
-    uses = Counter(tuple(keys(program, i.body)) for i in units)
-    often = {key: n for key, n in uses.items() if n > 1 and len(key) >= LEAST}
+    units = [i for i in program.instructions if i.op == "launch"]
+    uses = Counter(_key(program, i) for i in units)
+    often = {key: n for key, n in uses.items() if n > 1 and len(key.steps) >= LEAST}
     cuts = dict[int, Sequence[Instruction]]()
     for unit in units if often else ():
-        parts = _parts(program, unit, often, uses)
+        parts = _parts(program, unit, often, uses[_key(program, unit)])
         if parts is not None:
             cuts[id(unit)] = parts
     if not cuts:
         return program
-    numbers = count()
-    return replace(program, instructions=_replaced(program.instructions, cuts, numbers))
+    return replace(program, instructions=_replaced(program.instructions, cuts, count()))
+
+
+class _UnitForm(NamedTuple):
+    """A unit without names: its steps, and the places among its results of those it hands on."""
+
+    steps: tuple[Hashable, ...]
+    outputs: tuple[int, ...]
+
+
+def _key(program: HostProgram, unit: Instruction) -> _UnitForm:
+    results, outputs = (x for i in unit.body for x in i.outputs), {*unit.outputs}
+    places = (n for n, x in enumerate(results) if x in outputs)
+    return _UnitForm(tuple(keys(program, unit.body)), tuple(places))
 
 
 def _parts(
-    program: HostProgram,
-    unit: Instruction,
-    often: dict[tuple[Hashable, ...], int],
-    uses: Counter[tuple[Hashable, ...]],
+    program: HostProgram, unit: Instruction, often: Mapping[_UnitForm, int], uses: int
 ) -> list[Instruction] | None:
-    """Return what a unit is cut into; None: it stays."""
-    body, mine = unit.body, uses[tuple(keys(program, unit.body))]
+    """Return what a unit, of which there are so many, is cut into; None: it stays."""
+    body = unit.body
     if not _is_plain(unit):
         return None
-    lengths = sorted({len(k) for k, n in often.items() if len(k) < len(body) and n > mine})
-    for length in reversed(lengths):
-        for at, part in ((len(body) - length, body[-length:]), (length, body[:length])):
-            if often.get(tuple(keys(program, part)), 0) > mine:
-                return [*_unit(unit, body[:at], body[at:]), *_unit(unit, body[at:], ())]
+    lengths = {len(k.steps) for k, n in often.items() if len(k.steps) < len(body) and n > uses}
+    for length in sorted(lengths, reverse=True):
+        for at in (len(body) - length, length):
+            parts = _unit(unit, body[:at], body[at:]), _unit(unit, body[at:], ())
+            if any(often.get(_key(program, x), 0) > uses for x in parts):
+                return [i for x in parts for i in ((x,) if _is_work(x) else x.body)]
     return None
 
 
@@ -72,17 +84,19 @@ def _is_plain(unit: Instruction) -> bool:
 
 def _unit(
     unit: Instruction, part: Sequence[Instruction], behind: Sequence[Instruction]
-) -> Iterator[Instruction]:
-    """Yield a part of a unit as one of its own, or as it is where it has no two steps of work."""
+) -> Instruction:
+    """Return a part of a unit as one of its own."""
     computed = [x for i in part for x in i.outputs]
-    if sum(map(_works, part)) < 2:
-        yield from part
-        return
     read = {x for i in behind for x in i.reads}.union(unit.outputs)
     taken = dict.fromkeys(x for i in part for x in i.reads if x not in computed)
     outputs = tuple(x for x in computed if x in read)
     source = part[0].source
-    yield replace(unit, inputs=tuple(taken), outputs=outputs, body=tuple(part), source=source)
+    return replace(unit, inputs=tuple(taken), outputs=outputs, body=tuple(part), source=source)
+
+
+def _is_work(unit: Instruction) -> bool:
+    """Return whether a unit has two steps of work; with fewer they stand for themselves."""
+    return sum(map(_works, unit.body)) > 1
 
 
 def _works(i: Instruction) -> bool:
