@@ -15,6 +15,7 @@ from mdfuse.hir.passes import (
     assign_streams,
     block_streams,
     cut_loops,
+    cut_units,
     fill_outputs,
     form_fusion_groups,
     group_heads,
@@ -200,6 +201,8 @@ HOST_PASSES: tuple[tuple[str, HostPass], ...] = (
     (fill_outputs.name, fill_outputs.run),
     # Needs the streams: work of two streams is no unit.
     (form_fusion_groups.name, form_fusion_groups.run),
+    # Needs all units, which it compares.
+    (cut_units.name, cut_units.run),
     # After the passes that move uses.
     (insert_frees.name, insert_frees.run),
     # Last: the others make types.
@@ -261,15 +264,24 @@ def with_rooms(
 ) -> tuple[tuple[Section, ...], list[HostProgram]]:
     """Return the host programs of `lower_prepared` for each of several `prefetch_bytes`.
 
-    Until posts are raised they are one program.
+    Until posts are raised they are one program, and behind that those in which the same ones are.
     """
     sections = segment(prepared, should_merge)
     at = [name for name, _ in HOST_PASSES].index(hoist_posts.name)
     carriers = backend_choice(options.backend).carriers
     emitted = emit(prepared, sections, carriers=carriers, counts=options.counts)
     host = _passed(emitted, HOST_PASSES[:at], options)
-    each = (replace(options, prefetch_bytes=room) for room in rooms)
-    return sections, [_passed(host, HOST_PASSES[at:], x) for x in each]
+    lowered: list[tuple[HostProgram, HostProgram]] = []
+    hosts: list[HostProgram] = []
+    for room in rooms:
+        chosen = replace(options, prefetch_bytes=room)
+        raised = _passed(host, HOST_PASSES[at : at + 1], chosen)
+        done = next((x for known, x in lowered if known == raised), None)
+        if done is None:
+            done = _passed(raised, HOST_PASSES[at + 1 :], chosen)
+            lowered.append((raised, done))
+        hosts.append(done)
+    return sections, hosts
 
 
 @no_collection()  # nearly all new objects stay alive, and would be scanned again and again

@@ -8,15 +8,17 @@ without it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
 from mdfuse import hir_lowering
 from mdfuse.config import Options, backend_choice, options_from_environment
 from mdfuse.errors import MdfuseError
 from mdfuse.hir.passes import hoist_posts
-from mdfuse.hir.program import HostProgram
+from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.rank.pipelines import project
 from mdfuse.ir.graph import Fusion
 from mdfuse.passes import overlap
@@ -28,11 +30,13 @@ from mdfuse.seeing.memory_use import memory_of
 from mdfuse.seeing.named_tables import HERE, named, table_here
 from mdfuse.seeing.rank_classes import rank_classes
 from mdfuse.seeing.report.numbers import size_text
-from mdfuse.seeing.timeline import on_ranks
+from mdfuse.seeing.timeline import Timeline, on_ranks
+from mdfuse.seeing.waited_for import Hold, waited_for
 
 T = TypeVar("T")
 
-#: The form with the fewest chunks is taken among those within this share of the best time.
+#: Times that differ by this share are alike: the form with the fewest chunks is taken, and nothing
+#: is tried that could gain no more.
 _ALIKE = 0.01
 
 #: How many of the largest receive buffers there may be room for, ahead of their place.
@@ -140,7 +144,7 @@ class _Chooser:
     should_merge: ShouldMerge | None
     options: Options
     known: dict[object, Choice] = field(default_factory=dict)
-    clocked: list[tuple[HostProgram, float]] = field(default_factory=list)
+    clocked: list[tuple[HostProgram, Timeline]] = field(default_factory=list)
     #: the candidates whose time cannot be predicted, a line each
     left_out: list[str] = field(default_factory=list)
 
@@ -160,13 +164,13 @@ class _Chooser:
         each = [room or self.options.prefetch_bytes for room in rooms]
         sections, hosts = hir_lowering.with_rooms(fusion, self.should_merge, self.options, each)
         pairs = zip(hosts, rooms, strict=True)
-        return [Timed((fusion, sections, h), self.clock(h), room) for h, room in pairs]
+        return [Timed((fusion, sections, h), self.clock(h).seconds, room) for h, room in pairs]
 
-    def clock(self, host: HostProgram) -> float:
-        """Return the seconds of a whole program; more room often gives the same program."""
-        predicted = next((seconds for known, seconds in self.clocked if known == host), None)
+    def clock(self, host: HostProgram) -> Timeline:
+        """Return the times of a whole program; more room often gives the same program."""
+        predicted = next((times for known, times in self.clocked if known == host), None)
         if predicted is None:
-            predicted = _seconds(host, self.costs)
+            predicted = _timeline(host, self.costs)
             self.clocked.append((host, predicted))
         return predicted
 
@@ -195,7 +199,7 @@ class _Chooser:
 
         def price() -> tuple[HostProgram, float]:
             host = self.lowered(fusion)[1]
-            return host, _seconds(host, self.costs)
+            return host, _timeline(host, self.costs).seconds
 
         return self.priced(what, price)
 
@@ -241,16 +245,23 @@ def find(
     if costs is None:
         return lowered, OverlapDecisions(plain, tuple(lines))
     chooser = _Chooser(fusion, costs, error, should_merge, options)
-    before = chooser.priced("overlap", lambda: Timed(lowered, chooser.clock(plain)))
-    if before is None:
+    times = chooser.priced("overlap", lambda: chooser.clock(plain))
+    if times is None:
         return lowered, OverlapDecisions(plain, (*lines, *chooser.left_out))
+    before, holds = Timed(lowered, times.seconds), waited_for(times)
     choices = chooser.choices()
     place = {e.outputs[0]: n for n, e in enumerate(fusion.exprs)}
     in_order = sorted(choices, key=lambda c: place[c.window.values[0]])
     lines += [str(c) for c in in_order] or _nothing(fusion)
-    fastest = _ahead(chooser, before)
-    streamed = _streamed(fusion, {c.window: c.form for c in choices if c.form is not None})
-    if streamed is not fusion:
+    fastest = _ahead(chooser, before, holds)
+    forms = {c.window: c.form for c in choices if c.form is not None}
+    gain = _gain(fusion, choices, holds)
+    if forms and gain <= before.seconds * _ALIKE:
+        lines.append(
+            f"left as it is after all: {_ms(before.seconds)} predicted, of which these could save "
+            f"{_ms(gain)}: other work hides the rest"
+        )
+    elif (streamed := _streamed(fusion, forms)) is not fusion:
         before, fastest = _in_chunks(chooser, with_ids(streamed), before, fastest, lines)
     if fastest.room:
         text = f"posted ahead of their place: at most {size_text(fastest.room)}"
@@ -298,17 +309,60 @@ def _streamed(fusion: Fusion, chosen: Mapping[OverlapWindow, Form]) -> Fusion:
     return fusion
 
 
-def _ahead(chooser: _Chooser, plain: Timed) -> Timed:
+def _gain(fusion: Fusion, choices: Iterable[Choice], holds: Sequence[Hold]) -> float:
+    """Return the seconds that forms save at most: while work waits, and no more than by themselves.
+
+    Windows count by whose posts the run is held up.
+    """
+    held, seconds = {id(i): i for hold in holds for i in hold.posts}.values(), 0.0
+    values = [*map(partial(_values, fusion), held)]
+    reached = set[str]()
+    for c in choices:
+        names = {x for e in c.window.exprs for x in (*e.reads, *e.outputs)}
+        if c.form is not None and not all(map(names.isdisjoint, values)):
+            reached |= names
+            seconds += c.gain
+    return min(seconds, _held(holds, lambda i: not reached.isdisjoint(_values(fusion, i))))
+
+
+def _values(fusion: Fusion, post: Instruction) -> set[str]:
+    """Return the values whose buffers a post uses: these have their names, or begin so, `%x.recv`.
+
+    All values, where a name tells none.
+    """
+    values = set[str]()
+    for x in post.reads:
+        while x and x not in fusion.values:
+            x = x.rpartition(".")[0]
+        if not x:
+            return {*fusion.values}
+        values.add(x)
+    return values
+
+
+def _held(holds: Iterable[Hold], may_gain: Callable[[Instruction], bool]) -> float:
+    """Return how long a rank at most waits for posts that may be made earlier, or shorter."""
+    seconds = defaultdict[int, float](float)
+    for hold in holds:
+        if any(map(may_gain, hold.posts)):
+            seconds[hold.rank] += hold.seconds
+    return max(seconds.values(), default=0.0)
+
+
+def _ahead(chooser: _Chooser, plain: Timed, holds: Iterable[Hold]) -> Timed:
     """Return the program with posts of ready data ahead of their place, where that gains.
 
     There is room for the largest receive buffer, for two of them, or for four, which is about
     the size of the parameters of a layer. A budget that the user sets stays, and so does the next
-    layer of a module.
+    layer of a module. Nothing moves where work hardly waits for posts that could.
     """
     fusion, _, host = plain.lowered
     largest = hoist_posts.largest(host)
     is_said = isinstance(chooser.options.prefetch_bytes, int) and chooser.options.prefetch_bytes
     if is_said or not largest or hoist_posts.is_by_layers(host):
+        return plain
+    handles = {*_raised(host)}
+    if _held(holds, lambda i: i.outputs[0] in handles) <= plain.seconds * _ALIKE:
         return plain
     rooms = [room * largest for room in _ROOMS]
     timed = chooser.priced("posting ahead", lambda: chooser.timed(fusion, rooms))
@@ -319,9 +373,16 @@ def _ahead(chooser: _Chooser, plain: Timed) -> Timed:
     return next((x for x in timed if x.seconds <= enough and x.seconds < plain.seconds), plain)
 
 
-def _seconds(host: HostProgram, costs: Costs) -> float:
-    """Return the seconds of a run; one rank of a ring is timed, since there are many forms."""
-    return on_ranks(host, costs, rank_classes(host, are_rings_alike=True)).seconds
+def _raised(host: HostProgram) -> Iterator[str]:
+    """Yield the handles of the posts that may go ahead of their place."""
+    for raised in hoist_posts.candidates(host):
+        for n in raised.posts:
+            yield from host.instructions[n].outputs
+
+
+def _timeline(host: HostProgram, costs: Costs) -> Timeline:
+    """Return the times of a run; one rank of a ring is timed, since there are many forms."""
+    return on_ranks(host, costs, rank_classes(host, are_rings_alike=True))
 
 
 def _staging(host: HostProgram) -> int:

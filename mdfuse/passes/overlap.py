@@ -98,7 +98,8 @@ def windows(fusion: Fusion) -> tuple[OverlapWindow, ...]:
     place = {e.outputs[0]: n for n, e in enumerate(fusion.exprs)}
     around = (w for e in fusion.exprs for w in _around(fusion, e, place))
     single = [w for w in around if looped.isdisjoint(w.values) and _is_free(fusion, w)]
-    chains = [c for a, b in product(single, single) for c in _chain(fusion, a, b, place)]
+    pairs = product(*([w for w in single if w.exprs[n].op == "set"] for n in (0, -1)))
+    chains = [c for a, b in pairs if a is not b for c in _chain(fusion, a, b, place)]
     return (*(c for c in chains if _is_free(fusion, c)), *single)
 
 
@@ -174,9 +175,7 @@ def _ordered(exprs: Iterable[Expr], place: dict[str, int], *parts: OverlapWindow
 def _chain(
     fusion: Fusion, a: OverlapWindow, b: OverlapWindow, place: dict[str, int]
 ) -> Iterator[OverlapWindow]:
-    """Yield chains: a window, element-wise work on its products' results, and a later window."""
-    if a is b or a.exprs[0].op != "set" or b.exprs[-1].op != "set":
-        return
+    """Yield chains: a window that begins with a set, element-wise work, and one that ends so."""
     between: dict[str, Expr] = {}
     waiting = [x for e in b.exprs if e.op in PRODUCTS for x in e.reads]
     while waiting:

@@ -175,6 +175,8 @@ def complete(functions: Iterable[Made], timeout_s: float, shows: bool, tally: Ta
     todo = [x for x in dict.fromkeys(functions) if not x.is_done]
     if not todo:
         return []
+    # processes that share the work end together if none begins a long function last
+    todo.sort(key=_length, reverse=True)
     with progress("compiling launches", len(todo), shows) as advance:
         others = []
         for function in todo:
@@ -190,6 +192,11 @@ def complete(functions: Iterable[Made], timeout_s: float, shows: bool, tally: Ta
                 function.was_late = True
                 late.append(function)
     return late
+
+
+def _length(function: Made) -> int:
+    """Return the length of the trace of a function that is to be compiled."""
+    return 0 if function.traced is None else len(function.traced.graph.graph.nodes)
 
 
 def artefacts() -> Artefacts | None:

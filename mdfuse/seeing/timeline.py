@@ -49,6 +49,7 @@ class Timeline:
         ranks: rank -> the ranks that run like it, itself included.
         costs: the name of the table that it follows.
         run_s: seconds of a run outside of all events.
+        programs: what the first ones of ranks that run alike run, which events number.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Timeline:
     ranks: dict[int, tuple[int, ...]]
     costs: str
     run_s: float = 0.0
+    programs: tuple[HostProgram, ...] = field(default=(), compare=False)
 
     def __repr__(self) -> str:
         """Return the whole in a line; notebooks and prompts show no thousands of events."""
@@ -132,6 +134,7 @@ def on_ranks(
         ranks=members,
         costs=costs.name,
         run_s=costs.run_s + (costs.posting_s if clock.flows else 0.0),
+        programs=tuple(programs),
     )
 
 

@@ -343,3 +343,21 @@ def test_a_folder_of_somebody_else_is_not_used(
     assert sorted(path.name for path in folder.iterdir()) == before
     (record,) = (r for r in caplog.records if r.name == "mdfuse.compile")
     assert record.getMessage().startswith("compiled functions are neither read nor kept: ")
+
+
+def test_the_longest_function_is_begun_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that share the work would else wait for one that begins it last."""
+
+    def sines(count: int) -> compilation.Made:
+        def function(x: torch.Tensor) -> list[torch.Tensor]:
+            for _ in range(count):
+                x = x.sin()
+            return [x]
+
+        form = (3,), (1,), torch.float32, torch.device("cpu")
+        return compilation.Made([form], traced=inductor.traced(function, [form]))
+
+    functions, begun = [sines(n) for n in (2, 9, 1, 5)], list[compilation.Made]()
+    monkeypatch.setattr(compilation, "_completed", lambda x, *_: begun.append(x) or True)
+    assert compilation.complete(functions, 1.0, False, compilation.Tally()) == []
+    assert begun == [functions[n] for n in (1, 3, 0, 2)]

@@ -36,7 +36,7 @@ def pieces(program: HostProgram, run: Sequence[Instruction]) -> list[Sequence[In
     if len(run) <= LIMIT:
         return [run]
     live = _live(run)
-    borders = [at for at in _borders(_keys(program, run), live) if 0 < at < len(run)]
+    borders = [at for at in _borders(keys(program, run), live) if 0 < at < len(run)]
     if not borders:
         return _of_one_size(run, live)
     # What is in front of a repetition and behind it may hold another one.
@@ -52,7 +52,7 @@ def _of_one_size(run: Sequence[Instruction], live: Sequence[int]) -> list[Sequen
     return [run[start:stop] for start, stop in pairwise([*starts, len(run)])]
 
 
-def _keys(program: HostProgram, run: Sequence[Instruction]) -> list[Hashable]:
+def keys(program: HostProgram, run: Sequence[Instruction]) -> list[Hashable]:
     """Return keys that are equal for instructions that do the same with values from as far back.
 
     A value that is read far behind its computation, such as the rate of an optimizer, counts as one
