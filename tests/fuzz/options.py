@@ -91,6 +91,7 @@ def drawers() -> dict[str, Callable[[random.Random], Any]]:
             "fast_lane": ("never", "always"),
             "overlap": ("auto", "measure", "measure", "never"),
             "context": ("gather", "heads", "ring"),
+            "counts": ("host", "device"),
             "ranges": ("torch", "nvtx"),
         }.items()
     }
