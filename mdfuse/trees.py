@@ -72,6 +72,8 @@ def tensor_inside(leaf: Any) -> str | None:
     >>> tensor_inside(SimpleNamespace(scale=2, tables=[torch.ones(3)])), tensor_inside("scale")
     ('tables', None)
     """
+    if isinstance(leaf, torch.Tensor):  # an input; what hangs on it, as `main_grad`, is not read
+        return None
     return next((n for n, x in getattr(leaf, "__dict__", {}).items() if _has_tensor(x)), None)
 
 

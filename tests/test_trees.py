@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from mdfuse import TensorSpec
+import torch
+
+from mdfuse import DeviceMesh, TensorSpec, from_torch, simulate
 from mdfuse.trees import flattened, key_text, unflattened
 
 
@@ -37,3 +39,13 @@ def test_what_is_one_leaf() -> None:
     closed = dataclass(init=False)(type("Closed", (), {"__annotations__": {"x": int}}))
     for one in (TensorSpec((2, 3)), Point, closed()):
         assert flattened([one])[0][0][1] is one
+
+
+def test_a_tensor_may_have_others_as_attributes() -> None:
+    """Optimizers hang a `main_grad` on parameters; the tensor is an input all the same."""
+    x = torch.nn.Parameter(torch.ones(2, 3))
+    x.main_grad = torch.zeros(2, 3)
+    layer, mesh = torch.nn.Linear(3, 3).requires_grad_(False), DeviceMesh.arange(tp=1)
+    model = from_torch(layer, (x,), mesh=mesh)
+    (y,) = simulate(model.compile(), [*model.load(), x.detach()]).outputs
+    torch.testing.assert_close(y, layer(x.detach()))

@@ -22,13 +22,14 @@ NOT_BEFORE = {"ge": (0, 1), "le": (1, 0)}
 _Dims = tuple[int | None, ...]
 
 
-def hides_later(fusion: Fusion, e: Expr, rows: str, keys: str) -> bool:
+def hides_later(fusion: Fusion, e: Expr, rows: str, keys: str, is_beside: bool) -> bool:
     """Return whether a comparison hides just the keys behind a row, of those in its document.
 
     Args:
         fusion: without layouts but those that are stated.
         e: the comparison.
         rows, keys: the numbers of their documents.
+        is_beside: whether their dims are those of the comparison.
     """
     if e.op not in NOT_BEFORE or len(e.reads) != 2:
         return False
@@ -39,9 +40,11 @@ def hides_later(fusion: Fusion, e: Expr, rows: str, keys: str) -> bool:
         places = [[d - len(of) for d, x in enumerate(of) if x == 0] for of in (of_a, of_b)]
         pairs = ((a, fusion.values[rows].shape[-2]), (b, fusion.values[keys].shape[-1]))
         is_each = all(are_same(fusion.values[x].shape[0], n) for x, n in pairs)
-        return is_alike and is_each and places == [[-2], [-1]]
+        is_exact = all(fusion.values[x].dtype == torch.int64 for x in (a, b))
+        return is_alike and is_exact and is_each and places == [[-2], [-1]]
     (c, of_c), (d, of_d) = (_viewed(fusion, x) for x in (rows, keys))
-    if a != b or c != d or (of_a, of_b) != (of_c, of_d) or len(of_a) < 2:
+    is_same = a == b and c == d and (of_a, of_b) == (of_c, of_d)
+    if not is_beside or not is_same or len(of_a) < 2 or _lead(of_a) != _lead(of_b):
         return False
     dim, other = of_a[-2], of_b[-1]
     return dim is not None and dim == other and _counts_restarts(fusion, c, a, dim)
@@ -59,6 +62,11 @@ def _viewed(fusion: Fusion, x: str) -> tuple[str, _Dims]:
     return x, (*dims,)
 
 
+def _lead(dims: _Dims) -> list[tuple[int, int]]:
+    """Return where a view has dims before the last two, counted from the last one, and which."""
+    return [(at - len(dims), d) for at, d in enumerate(dims[:-2]) if d is not None]
+
+
 def _counts_restarts(fusion: Fusion, numbers: str, positions: str, dim: int) -> bool:
     """Return whether numbers count, along a dim, the positions that are not one more than before.
 
@@ -68,7 +76,7 @@ def _counts_restarts(fusion: Fusion, numbers: str, positions: str, dim: int) -> 
     """
     p = fusion.values[positions]
     count, ne = (_last_of(fusion, numbers, *ops) for ops in (("cumsum",), ("cumsum", "cast", "ne")))
-    if count is None or ne is None or ne.inputs[1] != 1 or p.dtype.is_floating_point:
+    if count is None or ne is None or ne.inputs[1] != 1 or p.dtype != torch.int64:
         return False
     is_wide = fusion.values[numbers].dtype == fusion.values[count.reads[0]].dtype == torch.int64
     step = _last_of(fusion, ne.reads[0], "sub")

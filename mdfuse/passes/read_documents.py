@@ -149,8 +149,8 @@ def _compared(fusion: Fusion, mask: str) -> _Documents | None:
     if sides is None:
         return None
     ((numbers, opened),) = equal
-    others = [e for e, _ in terms if e is not numbers]
-    if not all(e is not None and hides_later(fusion, e, *sides) for e in others):
+    others = [(e, at) for e, at in terms if e is not numbers]
+    if not all(e is not None and hides_later(fusion, e, *sides, at == opened) for e, at in others):
         return None
     return _Documents(*sides, opened, bool(others))
 

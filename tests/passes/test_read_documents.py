@@ -27,6 +27,16 @@ def restarts(at: Any, lib: Any, step: int = 1, dim: int = 1) -> Any:
     return lib.cumsum(changed.to(torch.int64), dim)
 
 
+def narrow(at: Any) -> Any:
+    """Positions that go on from the greatest number of their dtype at the least one."""
+    return (at + 253).to(torch.uint8)
+
+
+def halves(lib: Any) -> Any:
+    """Places that f16 rounds to each other."""
+    return lib.arange(2046, 2046 + N, dtype=torch.float16)
+
+
 def count_of(lib: Any) -> Any:
     return lib.arange(N)
 
@@ -91,13 +101,29 @@ OTHERS: dict[str, Mask] = {
     "restarts of other positions": lambda ids, at, lib: (
         same(restarts(at, lib)) & (ids[:, None, :] <= ids[:, :, None])
     )[:, None],
+    "restarts of bytes": lambda ids, at, lib: (
+        (lambda at: same(restarts(at, lib)) & (at[:, None, :] <= at[:, :, None]))(narrow(at))
+    )[:, None],
+    "rounded places": lambda ids, at, lib: (
+        same(ids)[:, None] & (halves(lib)[:, None] >= halves(lib))
+    ),
     "across": lambda ids, at, lib: (same(ids) & (ids[:, :, None] == 1))[:, None],
+}
+#: For as many heads as batches.
+ACROSS_HEADS: dict[str, Mask] = {
+    "numbers of batches, positions of heads": lambda ids, at, lib: (
+        same(restarts(at, lib))[:, None] & (at[:, None, :] <= at[:, :, None])[None]
+    ),
+    "rows of batches, keys of heads": lambda ids, at, lib: (
+        (lambda x: x[:, None, :, None] == x[None, :, None, :])(restarts(at, lib))
+        & (at[None, :, None, :] <= at[:, None, :, None])
+    ),
 }
 
 
-def defined(mask: Mask, grads: bool = True, **how: Any) -> mf.FusionDefinition:
+def defined(mask: Mask, grads: bool = True, heads: int = 4, **how: Any) -> mf.FusionDefinition:
     with mf.FusionDefinition("masked") as fd:
-        q, k, v = (fd.define_tensor([2, 4, N, 4], torch.float64) for _ in "qkv")
+        q, k, v = (fd.define_tensor([2, heads, N, 4], torch.float64) for _ in "qkv")
         ids, at = (fd.define_tensor([2, N], torch.int64) for _ in range(2))
         if how.get("window"):
             y = mf.ops.attention(q, k, v, mask(ids, at, mf.ops), **how).output
@@ -108,9 +134,9 @@ def defined(mask: Mask, grads: bool = True, **how: Any) -> mf.FusionDefinition:
     return fd
 
 
-def given(seed: int = 0) -> list[Tensor]:
+def given(heads: int = 4, seed: int = 0) -> list[Tensor]:
     g = torch.Generator().manual_seed(seed)
-    q, k, v = torch.randn(3, 2, 4, N, 4, dtype=torch.float64, generator=g).unbind()
+    q, k, v = torch.randn(3, 2, heads, N, 4, dtype=torch.float64, generator=g).unbind()
     ids = torch.randint(0, 4, (2, N), generator=g)
     ids[0] = ids[0].sort().values
     at = torch.stack([torch.cat([torch.arange(n) for n in x]) for x in ((5, 1, 4, 3), (2, 11))])
@@ -136,12 +162,12 @@ def read(program: mf.HostProgram) -> list[tuple[int, bool]]:
     ]
 
 
-def check(mask: Mask, hides: int, is_causal: bool) -> None:
+def check(mask: Mask, hides: int, is_causal: bool, heads: int = 4) -> None:
     for grads in (False, True):
-        program = mf.compile(defined(mask, grads))
+        program = mf.compile(defined(mask, grads, heads))
         assert read(program) == [(hides, is_causal)] * (2 if grads else 1)
         assert ("numbers of documents" in program.explain()) is (hides == 2)
-        tensors = given()
+        tensors = given(heads)
         results = mf.simulate(program, tensors).outputs
         for x, want in zip(results, expected(mask, tensors), strict=False):
             torch.testing.assert_close(x, want)
@@ -160,6 +186,11 @@ def test_documents_that_hide_later_keys(name: str) -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_masks_stay(name: str) -> None:
     check(OTHERS[name], 1, False)
+
+
+@pytest.mark.parametrize("name", ACROSS_HEADS)
+def test_masks_that_pair_batches_with_heads_stay(name: str) -> None:
+    check(ACROSS_HEADS[name], 1, False, heads=2)
 
 
 def test_a_causal_mask_beside_offsets_stays() -> None:
