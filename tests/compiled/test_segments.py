@@ -48,7 +48,7 @@ def test_ids_are_those_of_the_handles() -> None:
     assert fd.fusion.ids.items() <= lowered.ids.items()
     added = [e.output for e in lowered.exprs if e.output not in fd.fusion.ids]
     assert added == ["h.whole", "t.whole"]  # the latter is a view of the former
-    assert [lowered.ids[name] for name in added] == [len(fd.fusion.ids)]
+    assert [lowered.ids[name] for name in added] == [len(fd.fusion.ids), len(fd.fusion.ids) + 1]
     assert fd.inputs == [lowered.ids[name] for name in lowered.inputs]
     assert fd.outputs == [lowered.ids[name] for name in lowered.outputs]
 
