@@ -116,7 +116,10 @@ def _source(file: str, code: CodeType, offset: int) -> Source | None:
 @lru_cache(maxsize=4096)
 def _names_after(code: CodeType, offset: int) -> tuple[str | None, ...]:
     """Return the variables that a call's result is assigned to; None for other targets."""
-    following = [i for i in dis.get_instructions(code) if i.offset > offset]
+    every = [*dis.get_instructions(code)]
+    following = [i for i in every if i.offset > offset]
+    if every[-len(following) - 1].opname == "PRECALL":  # where Python 3.11 calls, once it is warm
+        following = following[1:]
     n = 1
     if following and following[0].opname == "UNPACK_SEQUENCE":
         n, following = following[0].arg or 1, following[1:]

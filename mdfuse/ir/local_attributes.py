@@ -241,7 +241,8 @@ def local_taken(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
             taken.append((0, sizes[d]))
             at.append(0)
             continue
-        if step == 1 and has_most(n, out.shape[d]):  # it has just the rows that it needs
+        is_part = ct.box[d] != (0, n) or d in out.runs
+        if step == 1 and is_part and has_most(n, out.shape[d]):  # it has just the rows it needs
             rows = out.runs.get(d, (out.box[d],))
             taken.append((0, sizes[d]))
             at.append(sum(min(max(start - a, 0), b - a) for a, b in rows))

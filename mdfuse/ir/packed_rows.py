@@ -53,11 +53,11 @@ def pack(out: Tensor, x: Tensor, n: Tensor, *, blocks: RowBlocks) -> None:
         n: the counts of all, [parts,experts].
         blocks: how those of this rank lie.
     """
-    places = x.reshape(-1, *out.shape[1:])
     sizes = blocks.sizes(n)
-    if not (places.numel() and out.numel() and sizes.numel()):
+    if not (x.numel() and out.numel() and sizes.numel()):
         out.zero_()
         return
+    places = x.reshape(-1, *out.shape[1:])
     room, ends = places.shape[0] // sizes.shape[0], sizes.cumsum(0)
     at = torch.arange(out.shape[0], device=x.device)
     block = torch.searchsorted(ends, at, right=True)
@@ -69,10 +69,11 @@ def pack(out: Tensor, x: Tensor, n: Tensor, *, blocks: RowBlocks) -> None:
 
 def unpack(out: Tensor, x: Tensor, n: Tensor, *, blocks: RowBlocks) -> None:
     """Put rows at the beginnings of their blocks, zeros behind them; see `pack`."""
-    places, sizes = out.view(-1, *x.shape[1:]), blocks.sizes(n)
-    if not (places.numel() and x.numel() and sizes.numel()):
+    sizes = blocks.sizes(n)
+    if not (out.numel() and x.numel() and sizes.numel()):
         out.zero_()
         return
+    places = out.view(-1, *x.shape[1:])
     room = torch.arange(places.shape[0] // sizes.shape[0], device=x.device)
     at = (sizes.cumsum(0) - sizes).unsqueeze(1) + room
     _take(places, x, at.flatten(), (room < sizes.unsqueeze(1)).flatten())

@@ -45,7 +45,7 @@ def compute(i: Instruction, context: Context) -> list[Line]:
     shape = context.local(output)
     if context.type(output).layout is None:
         return [_scalar(i, row, context)]
-    if math.prod(shape) == 0:
+    if math.prod(shape) == 0 and not context.is_counted(output):
         return empty(output, i.order, context)
     attrs = dict(i.attrs)
     if row.is_creation:

@@ -463,3 +463,18 @@ def test_print() -> None:
     assert lines[0] == "2 of 128 definitions: 1 hit, 2 misses, 0 evictions"
     assert lines[1].startswith("  @other: ") and "x f32[4,6]" in lines[1]
     assert lines[2].endswith("found 1 time, not lowered")
+
+
+def test_names_are_the_same_however_often_a_line_has_run() -> None:
+    """Python changes code that has run a few times: a builtin then calls from elsewhere in it."""
+
+    def defined() -> str:
+        with mf.FusionDefinition("often") as fd:
+            x = fd.define_tensor([4])
+            total = sum(y for y in (x, x.sin()))
+            fd.add_output(total)
+        return str(fd)
+
+    first = defined()
+    assert "%total" in first
+    assert {defined() for _ in range(40)} == {first}

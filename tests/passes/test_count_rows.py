@@ -20,7 +20,15 @@ from mdfuse.plan import counted_steps
 D, H = 64, 8
 
 
-def layer(mesh: DeviceMesh, t: int, e: int, k: int, experts: dict[str, Any], **how: Any) -> Any:
+def layer(
+    mesh: DeviceMesh,
+    t: int,
+    e: int,
+    k: int,
+    experts: dict[str, Any],
+    has_grads: bool = True,
+    **how: Any,
+) -> Any:
     """Dispatch, two products, combine; tokens are split by all axes but tp."""
     split = {a: Shard(0) for a in mesh.axes if a != "tp"}
     there = {**{a: Shard(0) for a in split}, **{a: Shard(1) for a in experts}}
@@ -34,7 +42,8 @@ def layer(mesh: DeviceMesh, t: int, e: int, k: int, experts: dict[str, Any], **h
         rows = fd.ops.set(fd.ops.group_rows(x, ids, n, **how)).on(mesh, there)
         y = fd.ops.grouped_mm(F.silu(fd.ops.grouped_mm(rows, up)), down)
         y = fd.ops.ungroup_rows(fd.ops.set(y).on(mesh, split), ids)
-        for result in (y, *mf.grad((y * y).sum(), [x, up, down])):
+        grads = mf.grad((y * y).sum(), [x, up, down]) if has_grads else ()
+        for result in (y, *grads):
             fd.add_output(result)
     return fd
 
@@ -80,6 +89,16 @@ def test_experts_beside_other_axes(name: str) -> None:
     assert sum(len(i.inputs) == 3 for i in program.host.walk() if i.op == "post") == 4
     ids = router(8, 4, 2)
     values = given(8, 4, ids)
+    check_everywhere(program, values, by_loop(*values))
+
+
+@pytest.mark.parametrize("counts", ["host", "device"])
+def test_ranks_without_columns_add_nothing(counts: Any) -> None:
+    """Five ranks share eight columns: the last has none, of as many rows as its experts have."""
+    up, down = {"tp": Shard(2)}, {"tp": Shard(1)}
+    fd = layer(DeviceMesh.arange(ep=2, tp=5), 6, 3, 2, {"ep": Shard(0)}, up=up, down=down)
+    program = mf.compile(fd, mf.Options(counts=counts, poison=True))
+    values = given(6, 3, torch.tensor([[0, 1], [2, 0], [2, 1], [2, 0], [0, 2], [2, 1]]))
     check_everywhere(program, values, by_loop(*values))
 
 

@@ -252,7 +252,7 @@ N = torch.tensor([[1, 0, 2], [0, 3, 1], [0, 0, 0]])
 
 
 @pytest.mark.parametrize("room", [0, 1, 4])
-@pytest.mark.parametrize("inner", [(), (2,), (2, 3)])
+@pytest.mark.parametrize("inner", [(), (0,), (2,), (2, 3)])
 def test_blocks_of_rows(room: int, inner: tuple[int, ...]) -> None:
     """Rows that a block has no room for are zeros; all others come back."""
     blocks = RowBlocks(parts=(0, 3), experts=(0, 3), groups=2, width=2)

@@ -200,3 +200,31 @@ def test_rows_that_are_dense_in_microbatches(axes: dict[str, int]) -> None:
     wanted = torch.stack(each)
     grads = torch.autograd.grad((wanted * wanted).sum(), leaves)
     check_everywhere(program, [*values, choices], [wanted.detach(), *grads])
+
+
+@pytest.mark.parametrize("has_grads", [False, True])
+@pytest.mark.parametrize("capacity", [None, 2])
+@pytest.mark.parametrize("counts", ["host", "device"])
+@pytest.mark.parametrize("axes", [{"dp": 2, "ep": 2}, {"dp": 2, "ep": 1}], ids=str)
+def test_matrices_split_as_tokens_are(
+    axes: dict[str, int], counts: Any, capacity: int | None, has_grads: bool
+) -> None:
+    """Rows of dp come to its columns, dense, or columns to rows; no post is before a refusal."""
+    mesh, of = DeviceMesh.arange(**axes), {"dp": Shard(2)}
+    t, how = 4 * mesh.size, {"up": of, "down": of, "capacity": capacity}
+    fd = layer(mesh, t, 4, 2, {"ep": Shard(0)}, has_grads, **how)
+    program = mf.pipeline(fd, microbatches=2, batch=BATCH, options=mf.Options(counts=counts))
+    assert ("are dense, with zeros" in program.explain()) == (axes["ep"] == 2)
+    values = given(t, 4, torch.tensor([[0, 1], [2, 3], [3, 1], [1, 0]] * mesh.size))
+    check_everywhere(program, values, by_loop(*values)[: 4 if has_grads else 1])
+    if capacity is not None:
+        values[1] = torch.full((t, 2), 1)
+        with pytest.raises(mf.CountsError, match="4 rows of part 0 for expert 1, of which there"):
+            mf.simulate(program, values)
+
+
+def test_one_rank_counts_on_its_device() -> None:
+    fd = layer(DeviceMesh.arange(ep=1), 6, 4, 2, {"ep": Shard(0)})
+    program = mf.pipeline(fd, microbatches=3, batch=BATCH, options=mf.Options(counts="device"))
+    values = given(6, 4, router(6, 4, 2))
+    check_everywhere(program, values, by_loop(*values))

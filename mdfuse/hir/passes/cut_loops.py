@@ -108,12 +108,15 @@ def _place(units: Sequence[_Unit]) -> None:
     """Set the part of the loop of each unit: one behind the posts that it waits for.
 
     A unit stays behind those before it that make a name it uses, write memory it uses, or read
-    memory that it writes.
+    memory that it writes. No post passes a fetch by which all ranks refuse a run.
     """
     behind = _Latest(), _Latest()  # the parts of these; and one more for those that post
+    refused = 0
     for unit in units:
         waits = unit.has("wait")
-        unit.part = min(behind[waits].of(unit), PARTS - 1)
+        unit.part = max(min(behind[waits].of(unit), PARTS - 1), refused)
+        if any(i.op == "fetch" and "each" in i.kwargs for i in unit.members):
+            refused = unit.part
         for posts, latest in enumerate(behind):
             latest.add(unit, unit.part + (posts and unit.has(*POSTS)))
     needs, first = Effects(), set[_Unit]()  # the posts of the first part, and what these need

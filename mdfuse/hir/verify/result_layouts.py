@@ -169,6 +169,9 @@ class _Row:
             dims, chunk = self.labels.of_chunks.operands[at], chunk_of(layout)
             if chunk is None:
                 continue
+            if chunk.op is not None and self.fn == "set":  # a copy of it is added up as well
+                self.unit_chunk = chunk
+                continue
             if chunk.op is not None and at in self.labels.terms:
                 terms.append((at, chunk))
                 continue
@@ -219,8 +222,7 @@ class _Row:
             dims = self.labels.of_chunks.operands[at]
             if label not in dims:
                 continue
-            axes = layout.split_axes(dims.index(label))
-            sizes = [*map(self.mesh.axis_size, axes)] or sizes
+            sizes = [*map(self.mesh.axis_size, layout.split_axes(dims.index(label)))] or sizes
             if layout.stream is chunk and dims.index(label) == chunk.dim:
                 continue
             moved = layout.with_stream(replace(chunk, dim=dims.index(label)))

@@ -182,3 +182,17 @@ def test_buffers_of_modules_are_written_in_place(name: str) -> None:
         cache, result = mf.simulate(program, [module.k.clone(), *given]).outputs
         torch.testing.assert_close(result, torch_module(*given))
         torch.testing.assert_close(cache, torch_module.k)
+
+
+@pytest.mark.parametrize("rows", [{}, {"tp": Shard(0)}, {"tp": Shard(1)}], ids=str)
+@pytest.mark.parametrize(("n", "start", "stop"), [(5, 2, 5), (4, 1, 4), (7, 1, 7), (3, 0, 2)])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_slice_of_most_rows(ranks: int, n: int, start: int, stop: int, rows: Any) -> None:
+    """Each rank takes its own rows of a slice that it has as a whole."""
+    mesh, x, r = DeviceMesh.arange(tp=ranks), torch.randn(n, 4), torch.randn(stop - start, 4)
+    with FusionDefinition("most") as fd:
+        given = fd.define_tensor([n, 4], torch.float32, mesh, {"tp": Shard(0)})
+        written = fd.define_tensor([stop - start, 4], torch.float32, mesh, rows)
+        fd.add_output(given.slice_scatter(written, 0, start, stop))
+    (y,) = mf.simulate(mf.compile(fd, mf.Options(poison=True)), [x, r]).outputs
+    assert torch.equal(y, x.slice_scatter(r, 0, start, stop))
