@@ -255,7 +255,7 @@ def find(
     lines += [str(c) for c in in_order] or _nothing(fusion)
     fastest = _ahead(chooser, before, holds)
     forms = {c.window: c.form for c in choices if c.form is not None}
-    gain = _gain(fusion, choices, holds)
+    gain = _gain(fusion, plain, choices, holds)
     if forms and gain <= before.seconds * _ALIKE:
         lines.append(
             f"left as it is after all: {_ms(before.seconds)} predicted, of which these could save "
@@ -309,7 +309,9 @@ def _streamed(fusion: Fusion, chosen: Mapping[OverlapWindow, Form]) -> Fusion:
     return fusion
 
 
-def _gain(fusion: Fusion, choices: Iterable[Choice], holds: Sequence[Hold]) -> float:
+def _gain(
+    fusion: Fusion, plain: HostProgram, choices: Iterable[Choice], holds: Sequence[Hold]
+) -> float:
     """Return the seconds that forms save at most: while work waits, and no more than by themselves.
 
     Windows count by whose posts the run is held up.
@@ -322,7 +324,7 @@ def _gain(fusion: Fusion, choices: Iterable[Choice], holds: Sequence[Hold]) -> f
         if c.form is not None and not all(map(names.isdisjoint, values)):
             reached |= names
             seconds += c.gain
-    return min(seconds, _held(holds, lambda i: not reached.isdisjoint(_values(fusion, i))))
+    return min(seconds, _held(plain, holds, lambda i: not reached.isdisjoint(_values(fusion, i))))
 
 
 def _values(fusion: Fusion, post: Instruction) -> set[str]:
@@ -340,13 +342,22 @@ def _values(fusion: Fusion, post: Instruction) -> set[str]:
     return values
 
 
-def _held(holds: Iterable[Hold], may_gain: Callable[[Instruction], bool]) -> float:
-    """Return how long a rank at most waits for posts that may be made earlier, or shorter."""
+def _held(
+    plain: HostProgram, holds: Iterable[Hold], may_gain: Callable[[Instruction], bool]
+) -> float:
+    """Return how long a run at most waits for posts that may be made earlier, or shorter.
+
+    Ranks of the same meshes wait at once, those of others perhaps one after the other, as stages.
+    """
     seconds = defaultdict[int, float](float)
     for hold in holds:
         if any(map(may_gain, hold.posts)):
             seconds[hold.rank] += hold.seconds
-    return max(seconds.values(), default=0.0)
+    most = defaultdict[tuple[bool, ...], float](float)
+    for rank, held in seconds.items():
+        group = tuple(rank in mesh.ranks for mesh in plain.meshes)
+        most[group] = max(held, most[group])
+    return sum(most.values())
 
 
 def _ahead(chooser: _Chooser, plain: Timed, holds: Iterable[Hold]) -> Timed:
@@ -362,7 +373,7 @@ def _ahead(chooser: _Chooser, plain: Timed, holds: Iterable[Hold]) -> Timed:
     if is_said or not largest or hoist_posts.is_by_layers(host):
         return plain
     handles = {*_raised(host)}
-    if _held(holds, lambda i: i.outputs[0] in handles) <= plain.seconds * _ALIKE:
+    if _held(host, holds, lambda i: i.outputs[0] in handles) <= plain.seconds * _ALIKE:
         return plain
     rooms = [room * largest for room in _ROOMS]
     timed = chooser.priced("posting ahead", lambda: chooser.timed(fusion, rooms))

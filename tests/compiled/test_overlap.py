@@ -555,3 +555,26 @@ def test_what_could_save_little_is_rightly_left(
     (_, _, best), _ = find(lowered, None, options)
     seconds, least = (timeline(x, costs).seconds for x in (host, best))
     assert host == best or least >= 0.98 * seconds
+
+
+def test_savings_of_stages_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of four meshes waits for less than a hundredth of the run, and one after the other."""
+    costs = Costs(name="short", flops=1e5, bandwidth=1e9, links={LinkKey(): Link(0.0, 3.2e5)})
+    split = {"tp": Shard(0)}
+    with mf.FusionDefinition("stages") as fd:
+        x: Any = None
+        for n in range(4):
+            mesh = DeviceMesh([2 * n, 2 * n + 1], axes=("tp",))
+            w = fd.define_tensor([8, 16], mesh=mesh, layout={"tp": Shard(1)})
+            v = fd.define_tensor([16, 8], mesh=mesh, layout=split)
+            if x is None:
+                x = fd.define_tensor([64, 8], mesh=mesh, layout=split)
+            else:
+                x = (fd.ops.set(x.sin()).on(mesh, split) * 2.0).sin()
+            x = (fd.ops.relu(x @ w) @ v).on(mesh, split)
+        fd.add_output(x)
+    monkeypatch.setattr("mdfuse.compiled.overlap._table", lambda _: (costs, 0.0, []))
+    lowered = hir_lowering.lower(fd.fusion, None, options=PLAIN)
+    best, _ = find(lowered, None, AUTO)
+    plain, chosen = (_timeline(host, costs).seconds for host in (lowered[-1], best[-1]))
+    assert chosen < 0.97 * plain

@@ -25,7 +25,7 @@ from itertools import count
 from typing import NamedTuple
 
 from mdfuse.config import Options
-from mdfuse.hir.instructions import row_of
+from mdfuse.hir.instructions import is_library, row_of
 from mdfuse.hir.passes.repeats import LEAST, keys
 from mdfuse.hir.program import HostProgram, Instruction
 
@@ -95,8 +95,9 @@ def _unit(
 
 
 def _is_work(unit: Instruction) -> bool:
-    """Return whether a unit has two steps of work; with fewer they stand for themselves."""
-    return sum(map(_works, unit.body)) > 1
+    """Return whether a unit has two steps of work, not of a library alone; others need no unit."""
+    works = [i for i in unit.body if _works(i)]
+    return len(works) > 1 and not all(is_library(i) or i.op == "accumulate" for i in works)
 
 
 def _works(i: Instruction) -> bool:

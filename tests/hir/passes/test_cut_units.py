@@ -30,6 +30,10 @@ def several(x: Any) -> Any:
     return (x.sin() * 0.5 + 1.0).cos()
 
 
+def products(x: Any) -> Any:
+    return x @ x.mT @ x
+
+
 def inside(x: Any) -> Any:
     for _ in range(LEAST // 2):
         x = x.sin() * 1.5
@@ -60,7 +64,7 @@ def distinct(host: HostProgram) -> int:
     return len({tuple(keys(host, i.body)) for i in host.walk() if i.op == "launch"})
 
 
-@pytest.mark.parametrize("front", [None, one, several])
+@pytest.mark.parametrize("front", [None, one, products, several])
 def test_the_first_layer_is_a_unit_as_the_others(front: Work | None) -> None:
     program = network(front, 4)
     each = units(program.host)
