@@ -18,12 +18,9 @@ def test_fewer_heads_than_ranks() -> None:
     model = mf.from_torch(module, tiny.args, mesh=DeviceMesh.arange(tp=2), layouts=tiny.layouts())
     found = warned(model.report())
     assert found and all("brought together (modeling_llama.py:" in line for line in found)
-    assert any(
-        "behind the reshape [4, 8, 8] -> [4, 1, 8, 8]: *.k_proj.weight splits it, 2 times"
-        in line.replace("[4, 8, 1, 8]", "[4, 1, 8, 8]")
-        for line in found
-    )
-    assert any("*.v_proj.weight splits it" in line for line in found)
+    behind = "behind the reshape [4, 8, 8] -> [4, 1, 8, 8]: *.v_proj.weight splits it, 2 times"
+    assert any(behind in line.replace("[4, 8, 1, 8]", "[4, 1, 8, 8]") for line in found)
+    assert any("*.k_proj.weight splits it, 2 times" in line for line in found)
     layouts = {p: x for p, x in tiny.layouts().items() if p[2:8] not in ("k_proj", "v_proj")}
     model = mf.from_torch(module, tiny.args, mesh=DeviceMesh.arange(tp=2), layouts=layouts)
     assert warned(model.report()) == []
