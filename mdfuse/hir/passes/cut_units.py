@@ -25,6 +25,7 @@ from itertools import count
 from typing import NamedTuple
 
 from mdfuse.config import Options
+from mdfuse.extents.extent import is_symbolic
 from mdfuse.hir.instructions import is_library, row_of
 from mdfuse.hir.passes.repeats import LEAST, keys
 from mdfuse.hir.program import HostProgram, Instruction
@@ -34,6 +35,8 @@ name = "cut_units"
 
 def run(program: HostProgram, options: Options) -> HostProgram:
     """Return the program with its longer units cut."""
+    if any(is_symbolic(n) for kind in program.types.values() for n in kind.shape):
+        return program  # to compare extents would decide about those that runs choose
     units = [i for i in program.instructions if i.op == "launch"]
     uses = Counter(_key(program, i) for i in units)
     often = {key: n for key, n in uses.items() if n > 1 and len(key.steps) >= LEAST}
