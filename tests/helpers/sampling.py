@@ -23,7 +23,7 @@ from hypothesis import seed, settings
 Test = TypeVar("Test", bound=Callable[..., Any])
 
 #: Seconds that the cases of one swept test take, about.
-BUDGET = 0.7
+BUDGET = 0.5
 
 #: File -> seconds that all its swept tests take: each case imports a model, times a whole program,
 #: or runs a benchmark, ranks, a compiler; or is another operation, so that many should run.
