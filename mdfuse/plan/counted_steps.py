@@ -142,7 +142,7 @@ def _is_everywhere(name: str, context: Context) -> bool:
     return all(r in layout.mesh for m in context.program.meshes for r in m)
 
 
-_ALL_KNOW = "all ranks know all counts, so that all of them refuse the run before they post rows"
+_ALL_KNOW = "all ranks know all counts, so that all of them refuse the run together"
 _SOME_KNOW = "the ranks that exchange these rows know their counts, and end the run on all ranks"
 _CAPACITY = "state a higher capacity=, or drop rows behind it: group_rows(..., drop=True)"
 _BOUND = "let the bound be what a part may have at most, or drop rows before they are counted"

@@ -2,8 +2,9 @@
 
 `times.json` says how long a case of each swept test takes, as it was once measured. A swept test
 runs as many of its cases as take `BUDGET` seconds by that file, drawn by a seed that is printed:
-`--draw SEED` draws the same ones again. The swept tests of a file in `TOGETHER` share a budget of
-its own. No clock is asked, so a run on a slow machine has as many cases as one on a quick machine.
+`--draw SEED` draws the same ones again. The tests of a file in `TOGETHER` whose times are known,
+swept or not, share a budget of its own. No clock is asked, so a run on a slow machine has as many
+cases as one on a quick machine.
 """
 
 from __future__ import annotations

@@ -97,7 +97,6 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def interpreted(check: str) -> None:
     """Evaluate a check of this file where Triton's interpreter runs kernels, on the CPU."""
-    pytest.importorskip("triton", reason="Triton, whose interpreter runs kernels, is not there")
     code = f"""
 import contextlib, pytest, torch
 import test_documents as tests
@@ -226,6 +225,7 @@ def check_drawn(seeds: range) -> None:
             torch.testing.assert_close(x.double(), want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.gpu(1)  # where Triton is
 @pytest.mark.parametrize("first", range(0, 16, 4))
 def test_kernels_in_the_interpreter(first: int) -> None:
     """Odd sizes, any strides, shared heads, offsets, windows, rows that see nothing."""
@@ -274,6 +274,7 @@ def check_skipped() -> None:
             assert torch.equal(x, y)
 
 
+@pytest.mark.gpu(1)  # where Triton is
 @pytest.mark.parametrize("check", ["check_two_documents(torch.float32, 1e-4)", "check_skipped()"])
 def test_what_is_not_finite_in_the_interpreter(check: str) -> None:
     interpreted(check)

@@ -10,8 +10,8 @@
     %r: f32[<=256:%n.counted,16] = alloc(%n.counted)
     %c0 = post alltoall(%s) -> %r ... counts=%n.counted
 
-Where the host is not to know the counts, `%n.counted` is what all ranks know, in their memory, and
-ranks exchange blocks of as many rows as one may have for another:
+Where the host is not to know the counts, `%n.counted` is what ranks that exchange rows know, in the
+memory of their devices, and they send blocks of as many rows as one may have for another:
 
     %r.sent: f32[1,2,64,16] of [4,2,64,16] (ep=S0) = unpack_rows(%s, %n.counted)
     %r.blocks: f32[4,1,64,16] of [4,2,64,16] (ep=S1) = ...                          # an all-to-all
@@ -39,8 +39,7 @@ def emit_fetches(out: Emitter, names: Mapping[str, str]) -> None:
     """Bring counts to ranks that exchange rows, and to the host, where they are computed.
 
     Where a capacity is stated, all ranks know all counts, so that all of them refuse the same run.
-
-    Where they stay on the device, a capacity is looked at behind the run; in loops where it is.
+    Where counts stay on the device, it is looked at behind the run; in loops where counts are.
 
     Args:
         out: the program under construction.
