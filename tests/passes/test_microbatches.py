@@ -518,7 +518,7 @@ def test_sums_by_hand() -> None:
         ("in 0..4", "in 0..5", "no chunk 4"),
         ("accumulate(%z.i)\n", "accumulate(%z.i)\n    %z = accumulate(%z.i)\n", "chunk 0"),
         ("accumulate(%z.i)", "add(%z, %z.i)", "only added to what there is"),
-        ("accumulate(%z.i)", "set(%z.i)", "only added to what there is"),
+        ("accumulate(%z.i)", "set(%z.i)", "makes"),
         ("sum(%x.i, dims=[0])", "max(%x.i, dims=[0])", r"P\(max\)"),
         ("chunk(P(sum),4,%i)) = sum", "chunk(P(sum),5,%i)) = sum", "makes"),
         ("chunk(P(sum),4,%i)) = sum", "chunk(P(max),4,%i)) = sum", "makes"),
