@@ -26,7 +26,7 @@ from mdfuse.ir.symbolic import with_known_extents
 
 #: Some of the same examples each time: some that other seeds draw take minutes.
 SAME_EVERY_TIME = settings(
-    max_examples=sampling.of(150, 8), derandomize=True, deadline=None, database=None
+    max_examples=sampling.of(150, 4), derandomize=True, deadline=None, database=None
 )
 
 #: Extents that are tried; the ends of what four or six ranks share are among them.

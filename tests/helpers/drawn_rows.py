@@ -84,6 +84,8 @@ def _attention_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
     operands, attrs = drawn_call(drawn, few)
     if drawn.random() < 0.2:
         operands[1:3] = operands[:1] * 2
+    if len(operands) == 5 and drawn.random() < 0.8:  # numbers of documents, of rows and of keys
+        operands[3:] = [torch.zeros(x.shape[:-1], dtype=torch.int64) for x in operands[:2]]
     if attrs.get("is_causal") or drawn.random() < 0.05:
         attrs |= {"window": drawn.randrange(1, 4), "q_offset": drawn.randrange(3)}
     return operands, attrs
