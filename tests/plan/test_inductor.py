@@ -109,9 +109,9 @@ def test_kernels_that_write_into_large_tensors_are_not_timed(rows: int, is_timed
 
     forms: Any = [((n, 512), (512, 1), torch.float32, torch.device("cpu")) for n in (rows, 1)]
     found = inductor.traced(step, forms)
-    assert ("triton.autotune_pointwise" not in inductor._settings(found)) is is_timed
+    assert ("triton.autotune_pointwise" not in inductor.settings_for(found)) is is_timed
     forms = [forms[1], forms[0]]  # it reads the large one alone
-    assert not inductor._settings(inductor.traced(lambda x, by: [x.add_(1.0), by + 1.0], forms))
+    assert not inductor.settings_for(inductor.traced(lambda x, by: [x.add_(1.0), by + 1.0], forms))
 
 
 @pytest.mark.parametrize("form", ["linear", "batched", "column"])
@@ -128,7 +128,7 @@ def test_products_of_one_row_are_tuned_as_sums(form: str, rows: int, device: str
     }[form]
     forms: Any = [(*x, torch.device(device)) for x in shapes]
     graph = inductor.traced(lambda a, b: [a @ b.mT], forms)
-    settings = inductor._settings(graph)
+    settings = inductor.settings_for(graph)
     assert settings.get("coordinate_descent_tuning", False) is (device == "cuda" and rows == 1)
 
 
