@@ -36,7 +36,7 @@ from mdfuse.hir.uncapturable import eager
 from mdfuse.interpreter.garbage import no_collection
 from mdfuse.ir.graph import Fusion
 from mdfuse.passes.segmentation import ShouldMerge, check_merge
-from mdfuse.plan import helpers
+from mdfuse.plan import helper_pool
 from mdfuse.plan.inductor import start_workers
 from mdfuse.plan.kept import Plans
 from mdfuse.plan.progress_bar import stage
@@ -470,7 +470,7 @@ def lowered(
 ) -> Program:
     """Return the program of a definition, lowered anew; see `compile`."""
     chosen = options_from_environment(options)
-    if chosen.compile != "never" and not helpers.start_for(len(named.fusion.exprs)):
+    if chosen.compile != "never" and not helper_pool.start_for(len(named.fusion.exprs)):
         start_workers()
     if chosen.same_bits:
         from mdfuse.compiled.leaf_program import on_leaves

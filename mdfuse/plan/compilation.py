@@ -14,9 +14,9 @@ from functools import partial
 
 from mdfuse.caching import Cache
 from mdfuse.errors import reason
-from mdfuse.plan import helpers, inductor
+from mdfuse.plan import helper_pool, inductor
 from mdfuse.plan.artefacts import Artefacts, UnreadableError, artefacts
-from mdfuse.plan.helpers import Job
+from mdfuse.plan.helper_pool import Job
 from mdfuse.plan.inductor import Function, TracedGraph
 from mdfuse.plan.many_lengths import SymbolicCalls
 from mdfuse.plan.overwrites import is_tangled
@@ -185,7 +185,7 @@ def complete(functions: Iterable[Made], timeout_s: float, shows: bool, tally: Ta
     """
     todo = [x for x in dict.fromkeys(functions) if not x.is_done]
     if not todo:
-        helpers.rest()
+        helper_pool.rest()
         return []
     # processes that share the work end together if none begins a long function last
     todo.sort(key=_length, reverse=True)
@@ -204,14 +204,14 @@ def complete(functions: Iterable[Made], timeout_s: float, shows: bool, tally: Ta
             else:
                 function.was_late = True
                 late.append(function)
-    helpers.rest()
+    helper_pool.rest()
     return late
 
 
 def _let_help(todo: Sequence[Made]) -> None:
     """Hand all functions that can leave this process over to helpers, if these pay."""
     named = [x for x in todo if x.name is not None]
-    helpers.start_if_needed(len(named))
+    helper_pool.start_if_needed(len(named))
     for function in named:
         if function.job is None:
             _hand_over(function)
@@ -221,7 +221,7 @@ def _let_help(todo: Sequence[Made]) -> None:
 
 def _hand_over(function: Made) -> None:
     if function.name is not None and function.traced is not None:
-        function.job = helpers.hand_over(function.name, function.traced)
+        function.job = helper_pool.hand_over(function.name, function.traced)
 
 
 def _in_turn(todo: Sequence[Made], timeout_s: float) -> Iterator[Made]:
@@ -229,7 +229,7 @@ def _in_turn(todo: Sequence[Made], timeout_s: float) -> Iterator[Made]:
     jobs = {x.job: x for x in todo if x.job is not None}
     yield from (x for x in todo if x.job is None)
     while jobs:
-        yield jobs.pop(helpers.settled(jobs, timeout_s))
+        yield jobs.pop(helper_pool.settled(jobs, timeout_s))
 
 
 def _length(function: Made) -> int:

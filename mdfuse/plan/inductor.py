@@ -243,6 +243,10 @@ def _has_one_row(node: torch.fx.Node) -> bool:
     return x.device.type == "cuda" and 1 in x.shape[-2:]
 
 
+#: Seconds for which a process waits until no other one times a kernel.
+_TIMING_S = 10.0
+
+
 @contextmanager
 def _timed_alone(arguments: Sequence[torch.Tensor]) -> Iterator[None]:
     """In this context, time a kernel on a GPU while no other process of this user times one there.
@@ -264,7 +268,7 @@ def _timed_alone(arguments: Sequence[torch.Tensor]) -> Iterator[None]:
     def bench(*args: Any, **kwargs: Any) -> Any:
         with suppress(OSError, NotImplementedError):  # without a lock it is timed all the same
             check_private(where / "mdfuse")
-            lock.acquire(poll_interval=0.01)
+            lock.acquire(timeout=_TIMING_S, poll_interval=0.01)
         try:
             return plain(*args, **kwargs)
         finally:
