@@ -470,7 +470,8 @@ def lowered(
 ) -> Program:
     """Return the program of a definition, lowered anew; see `compile`."""
     chosen = options_from_environment(options)
-    if chosen.compile != "never" and not helper_pool.start_for(len(named.fusion.exprs)):
+    compiles = chosen.compile == "always" or (chosen.compile == "auto" and chosen.graph != "never")
+    if compiles and not helper_pool.start_for(len(named.fusion.exprs)):
         start_workers()
     if chosen.same_bits:
         from mdfuse.compiled.leaf_program import on_leaves

@@ -16,7 +16,7 @@ from mdfuse.caching import Cache
 from mdfuse.errors import reason
 from mdfuse.plan import helper_pool, inductor
 from mdfuse.plan.artefacts import Artefacts, UnreadableError, artefacts
-from mdfuse.plan.helper_pool import Job
+from mdfuse.plan.helper_pool import HelperJob
 from mdfuse.plan.inductor import Function, TracedGraph
 from mdfuse.plan.many_lengths import SymbolicCalls
 from mdfuse.plan.overwrites import is_tangled
@@ -51,7 +51,7 @@ class Made:
     function: Function | None = None
     refused: str | None = None
     was_late: bool = False
-    job: Job | None = None
+    job: HelperJob | None = None
 
     @property
     def is_done(self) -> bool:
@@ -70,7 +70,7 @@ class Tally:
         shared: how many were compiled for other lengths.
         unsaved: why a compiled one was not saved -> how many.
         unreadable: why files were of no use -> how many.
-        unhelped: why a helper process did not compile one that it was to compile -> how many.
+        unhelped: why helper processes left some to this process -> how many.
     """
 
     compiled: int = 0
@@ -96,7 +96,7 @@ class Tally:
         for why, n in self.unreadable.items():
             yield f"{n} compiled again, since their files are of no use: {why}"
         for why, n in self.unhelped.items():
-            yield f"{n} of no helper process, though begun there: {why}"
+            yield f"{n} left to this process by a helper process: {why}"
 
 
 #: Key of the unit and forms of its arguments -> the function. Equal layers have equal units, in one
@@ -185,7 +185,7 @@ def complete(functions: Iterable[Made], timeout_s: float, shows: bool, tally: Ta
     """
     todo = [x for x in dict.fromkeys(functions) if not x.is_done]
     if not todo:
-        helper_pool.rest()
+        helper_pool.end_idle()
         return []
     # processes that share the work end together if none begins a long function last
     todo.sort(key=_length, reverse=True)
@@ -204,7 +204,7 @@ def complete(functions: Iterable[Made], timeout_s: float, shows: bool, tally: Ta
             else:
                 function.was_late = True
                 late.append(function)
-    helper_pool.rest()
+    helper_pool.end_idle()
     return late
 
 
@@ -284,10 +284,9 @@ def _find_or_compile(unit: Made, name: str, folder: Artefacts, tally: Tally) -> 
         tally.in_files += not is_helped
         unit.function, unit.traced = stored.function, None
         return
-    if unit.job is not None and unit.job.why is not None:
-        tally.unhelped[unit.job.why] += 1
-    elif is_helped:
-        tally.unhelped.update(again.unreadable)
+    if unit.job is not None:
+        why = next(iter(again.unreadable), "its files are gone") if is_helped else unit.job.why
+        tally.unhelped.update([why] if why is not None else [])
     _compile(unit, tally)
     if unit.function is not None:
         why = folder.save(name, unit.function, unit.results)

@@ -53,7 +53,7 @@ _PLACES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
 
 
 @dataclass(eq=False)
-class Job:
+class HelperJob:
     """A function that a helper may compile.
 
     Attributes:
@@ -114,7 +114,7 @@ class _Pool:
     artefacts: Artefacts
     helpers: list[_Helper] = field(default_factory=list)
     threads: list[threading.Thread] = field(default_factory=list)
-    jobs: list[Job] = field(default_factory=list)
+    jobs: list[HelperJob] = field(default_factory=list)
     is_used: bool = False
     is_ended: bool = False
     why_ended: str | None = None
@@ -128,14 +128,14 @@ class _Pool:
         """
         environment = _environment(max(1, _cores() // count))
         for _ in range(count):
-            here, there = Pipe()
-            with there:
-                command = [*_command(), str(there.fileno()), str(os.getpid())]
+            ours, theirs = Pipe()
+            with theirs:
+                command = [*_command(), str(theirs.fileno()), str(os.getpid())]
                 process = subprocess.Popen(
-                    command, env=environment, pass_fds=[there.fileno()], start_new_session=True,
+                    command, env=environment, pass_fds=[theirs.fileno()], start_new_session=True,
                     stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                 )  # fmt: skip
-            helper = _Helper(process, here)
+            helper = _Helper(process, ours)
             self.helpers.append(helper)
             thread = threading.Thread(target=self._serve, args=(helper,), daemon=True)
             self.threads.append(thread)
@@ -154,8 +154,10 @@ class _Pool:
                 job = None
             helper.kill()
             helper.ended()
-        except (EOFError, OSError):
-            why = f"a helper process ended with {helper.ended()}"
+        except Exception as error:  # of a helper that ended; else whatever has come from it
+            how = helper.ended()
+            is_gone = isinstance(error, EOFError | OSError)
+            why = f"it ended with {how}" if is_gone else reason(error)
         self.artefacts.remove_parts(helper.process.pid)
         with self.changed:
             self.helpers.remove(helper)
@@ -163,7 +165,7 @@ class _Pool:
             for x in lost if self.helpers else [*self.jobs]:
                 self._close(x, False, self.why_ended or why)
 
-    def _next(self) -> Job | None:
+    def _next(self) -> HelperJob | None:
         """Wait for a job, and return the longest one; None where helpers are to end."""
         with self.changed:
             while not self.is_ended:
@@ -175,12 +177,12 @@ class _Pool:
                     break
             return None
 
-    def _close(self, job: Job, is_made: bool, why: str | None) -> None:
+    def _close(self, job: HelperJob, is_made: bool, why: str | None) -> None:
         job.is_over, job.is_made, job.why, job.work = True, is_made, why, b""
         self.jobs.remove(job)
         self.changed.notify_all()
 
-    def add(self, job: Job) -> None:
+    def add(self, job: HelperJob) -> None:
         """Give helpers a job; it is over at once where none is left."""
         with self.changed:
             self.jobs.append(job)
@@ -189,7 +191,7 @@ class _Pool:
             if not self.helpers:
                 self._close(job, False, None)
 
-    def settled(self, jobs: Collection[Job], timeout_s: float) -> Job | None:
+    def settled(self, jobs: Collection[HelperJob], timeout_s: float) -> HelperJob | None:
         """Return a job that is over, or one that is taken back; see `settled`."""
         with self.changed:
             while (over := next((x for x in jobs if x.is_over), None)) is None:
@@ -208,14 +210,17 @@ class _Pool:
             self.changed.notify_all()
 
 
-#: The helpers of this process: one pool, or none.
+#: Pools of this process; all but one have ended, and their helpers are about to.
 _POOLS: list[_Pool] = []
+
+#: One thread at a time starts helpers.
+_STARTING = threading.Lock()
 
 
 def _running() -> _Pool | None:
-    """Return the helpers of this process, if there are any."""
-    _POOLS[:] = [pool for pool in _POOLS if pool.helpers and not pool.is_ended]
-    return _POOLS[0] if _POOLS else None
+    """Return the helpers of this process that take jobs, if there are any."""
+    _POOLS[:] = [pool for pool in _POOLS if pool.helpers]
+    return next((pool for pool in _POOLS if not pool.is_ended), None)
 
 
 def start_for(expressions: int) -> bool:
@@ -243,22 +248,22 @@ def start_if_needed(functions: int) -> None:
 
 def _start(most: int, chosen: int | None) -> None:
     """Start at most so many helpers: as many as were chosen, else as many as pay."""
-    if _running() is not None or not sys.executable or (folder := artefacts()) is None:
-        return
-    count = min(most, _paying() if chosen is None else chosen)
-    if count:
-        pool = _Pool(folder)
-        _POOLS.append(pool)
-        with suppress(OSError):  # those that could be started do the work
-            pool.start(count)
+    with _STARTING:
+        if _running() is not None or not sys.executable or (folder := artefacts()) is None:
+            return
+        if count := min(most, _paying() if chosen is None else chosen):
+            pool = _Pool(folder)
+            with suppress(OSError):  # those that could be started do the work
+                pool.start(count)
+            _POOLS.append(pool)
 
 
-def hand_over(name: str, traced: TracedGraph) -> Job | None:
+def hand_over(name: str, traced: TracedGraph) -> HelperJob | None:
     """Let helpers compile a function into the files of a name; None: there are no helpers."""
     pool = _running()
     if pool is None or (folder := artefacts()) is None:
         return None
-    job = Job(len(traced.graph.graph.nodes))
+    job = HelperJob(len(traced.graph.graph.nodes))
     try:
         job.work = pickle.dumps((str(folder.folder), name, packed(traced)))
     except Exception as error:  # whatever the parts of a graph raise
@@ -268,7 +273,7 @@ def hand_over(name: str, traced: TracedGraph) -> Job | None:
     return job
 
 
-def settled(jobs: Collection[Job], timeout_s: float) -> Job:
+def settled(jobs: Collection[HelperJob], timeout_s: float) -> HelperJob:
     """Return a job that is over, or else one that no helper has begun, and none will.
 
     Args:
@@ -281,16 +286,18 @@ def settled(jobs: Collection[Job], timeout_s: float) -> Job:
         return over
     over = next(iter(jobs))
     if not over.is_over:
-        end(f"a helper process took longer than timeout_s={timeout_s:g}")
-        over.is_over, over.why = True, f"a helper process took longer than timeout_s={timeout_s:g}"
+        over.is_over, over.why = True, f"it took longer than timeout_s={timeout_s:g}"
+        end(over.why)
     return over
 
 
-def rest() -> None:
-    """End helpers that have done all they were given: they hold memory of the GPU."""
+def end_idle() -> None:
+    """End helpers that have done all they were given; on GPUs, wait until their memory is free."""
     pool = _running()
     if pool is not None and pool.is_used and not pool.jobs:
         pool.end()
+        for thread in pool.threads if torch.cuda.is_initialized() else ():
+            thread.join(_GONE_S)
 
 
 def end(why: str | None = None) -> None:
@@ -356,9 +363,9 @@ def _command() -> list[str]:
 def _environment(compilers: int) -> dict[str, str]:
     """Return the variables of a helper, with so many compilers of kernels."""
     usual = {"TORCHINDUCTOR_COMPILE_THREADS": str(compilers)}
-    kept = {
+    others = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(_LAUNCHERS) and name not in _PLACES
     }
-    return {**usual, **kept, HELPERS: "0"}
+    return {**usual, **others, HELPERS: "0"}

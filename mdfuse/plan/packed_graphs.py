@@ -18,18 +18,23 @@ from mdfuse.plan import inductor
 from mdfuse.plan.inductor import OpOverload, TracedGraph
 from mdfuse.plan.tensor_meta import form_of
 
-_OPS: Any = torch.ops
+#: Values of torch that are written as their names: their own way finds them in whichever module
+#: has a name for them, such as the user's.
+_NAMED = torch.dtype | torch.memory_format | torch.layout
+
+#: What a name is looked up in.
+_ROOTS: dict[str, Any] = {"op": torch.ops, "value": torch}
 
 
 class _Packer(pickle.Pickler):
-    """Writes operations and calls as their names."""
+    """Writes operations, calls and constants of torch as their names."""
 
     def persistent_id(self, x: Any) -> tuple[str, str] | None:
         if isinstance(x, torch.fx.Node):
             return "call", x.name
         if isinstance(x, OpOverload):
             return "op", str(x)
-        return None
+        return ("value", str(x).removeprefix("torch.")) if isinstance(x, _NAMED) else None
 
 
 class _Unpacker(pickle.Unpickler):
@@ -45,7 +50,7 @@ class _Unpacker(pickle.Unpickler):
 
     def persistent_load(self, named: tuple[str, str]) -> Any:
         kind, name = named
-        return self.calls[name] if kind == "call" else operator.attrgetter(name)(_OPS)
+        return self.calls[name] if kind == "call" else operator.attrgetter(name)(_ROOTS[kind])
 
 
 def packed(traced: TracedGraph) -> bytes:

@@ -90,5 +90,5 @@ def _wait_for_one(comm: mf.Communicator, patch: pytest.MonkeyPatch, rank: int) -
         if n == 0:
             assert time.monotonic() - start >= DELAY_S, "it has waited for the one that compiles"
     tally = program._usual.fuser.tally
-    assert tally.compiled + tally.helped and not tally.in_files and not program._usual.fuser.refused
+    assert tally.compiled and not tally.in_files and not program._usual.fuser.refused
     compilation._MADE.empty()

@@ -40,6 +40,7 @@ while True:
     rank.recv_bytes()
     rank.send((False, "TypeError: no such operation"))
 """
+LIES = REFUSES.replace('False, "TypeError: no such operation"', "True, None")
 HANGS = "rank.send(None); rank.recv_bytes(); time.sleep(1000)"
 CANNOT_START = 'rank.send("ImportError: no torch"); time.sleep(1000)'
 
@@ -141,16 +142,17 @@ def test_a_helper_shares_the_work(compiler: StandIn, monkeypatch: pytest.MonkeyP
     assert len(compiler.began) == UNITS
     helped = compiler.began.count(str(processes[0]))
     assert f"{UNITS - helped} compiled, {helped} compiled in helper processes\n" in told
-    assert "of no" not in told
+    assert "left to this process" not in told
     assert not [*(compiler.folder / "mdfuse").glob(".*")]
 
 
 @pytest.mark.parametrize(
     ("script", "timeout_s", "count", "why"),
     [
-        (DIES, 600.0, None, "a helper process ended with signal 9"),
+        (DIES, 600.0, None, "it ended with signal 9"),
         (REFUSES, 600.0, None, "TypeError: no such operation"),
-        (HANGS, 0.2, 1, "a helper process took longer than timeout_s=0.2"),
+        (LIES, 600.0, None, "its files are gone"),
+        (HANGS, 0.2, 1, "it took longer than timeout_s=0.2"),
         (CANNOT_START, 600.0, None, "ImportError: no torch"),
     ],
 )
@@ -162,9 +164,28 @@ def test_what_a_helper_does_not_compile_its_rank_does(
         told = said(timeout_s)
         assert len(processes) == 1
     assert f"{UNITS} compiled\n" in told
-    assert f" of no helper process, though begun there: {why}\n" in told
-    assert count is None or f"    {count} of no helper" in told
+    assert f" left to this process by a helper process: {why}\n" in told
+    assert count is None or f"    {count} left" in told
     assert compiler.began == [str(os.getpid())] * UNITS
+
+
+def test_helpers_that_are_there_get_functions_as_they_are_traced(
+    compiler: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last one is traced when they have been offered all others."""
+    traced, begun = inductor.traced, list[int]()
+
+    def noted(*given: Any) -> Any:
+        begun.append(sum(len(pool.jobs) for pool in helper_pool._POOLS))
+        return traced(*given)
+
+    monkeypatch.setattr(inductor, "traced", noted)
+    with helped_by(HANGS, monkeypatch):
+        helper_pool._start(1, 1)
+        told = said(0.2)
+    assert begun == [*range(UNITS)]
+    assert f"{UNITS} compiled\n" in told
+    assert "1 left to this process by a helper process: it took longer" in told
 
 
 def test_what_cannot_leave_the_rank_is_compiled_there(
@@ -177,7 +198,7 @@ def test_what_cannot_leave_the_rank_is_compiled_there(
     with helped_by(HANGS, monkeypatch):
         told = said()
     why = "TypeError: a_call cannot leave this process"
-    assert f"{UNITS} of no helper process, though begun there: {why}\n" in told
+    assert f"{UNITS} left to this process by a helper process: {why}\n" in told
 
 
 def test_no_helpers(compiler: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,6 +265,7 @@ def test_a_helper_process_compiles_with_inductor(
     assert job.is_made and job.why is None
     stored = Artefacts(tmp_path / "mdfuse").load("products")
     assert stored is not None
+    assert helper_process._answer(str(tmp_path / "mdfuse"), "products", b"") == (False, None)
     function, results = stored
     assert results == traced.results == [form(3, 5), form(3, 5)]
     x, w = torch.randn(3, 5), torch.randn(5, 5)
@@ -261,19 +283,31 @@ def test_a_helper_leaves_alone_what_others_compile(tmp_path: Path) -> None:
     assert not [*artefacts.folder.glob("*.bin")]
 
 
-def test_a_graph_and_its_settings_travel() -> None:
+def test_what_a_helper_had_written_goes_with_it(tmp_path: Path) -> None:
+    for name in (".one.5", ".one.55", ".two.5", "one.bin"):
+        (tmp_path / name).touch()
+    Artefacts(tmp_path).remove_parts(5)
+    assert sorted(x.name for x in tmp_path.iterdir()) == [".one.55", "one.bin"]
+
+
+def test_a_graph_and_its_settings_travel(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import config
+
+    for name in ("torch", "float32", "contiguous_format"):  # a script's, which helpers lack
+        monkeypatch.setattr(f"__main__.{name}", getattr(torch, name, torch), raising=False)
 
     def function(x: Tensor, i: Tensor, w: Tensor) -> list[Tensor]:
         w.add_(1.0)
         left, right = x.chunk(2, -1)
         table = torch.tensor([1.0, float("inf"), -0.0]) * 2
-        return [left.sigmoid() * right @ w, x.to(torch.bfloat16), i + torch.arange(3), table]
+        dense = (x + 1).clone(memory_format=torch.contiguous_format)
+        return [left.sigmoid() * right @ w, x.to(torch.bfloat16), i + torch.arange(3), table, dense]
 
     counted = (3,), (1,), torch.int64, torch.device("cpu")
     traced = inductor.traced(function, [form(2, 8), counted, form(4, 4)])
     with config.patch(max_autotune=True, epilogue_fusion=False):
         data = packed(traced)
+    assert b"__main__" not in data
     threads = torch.get_num_threads()
     with config.patch(max_autotune=False, epilogue_fusion=True, compile_threads=77):
         found = unpacked(data)
