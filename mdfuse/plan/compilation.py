@@ -216,7 +216,7 @@ def _let_help(todo: Sequence[Made]) -> None:
         if function.job is None:
             _hand_over(function)
     if any(x.job is not None for x in named):
-        inductor.get_ready_to_load()
+        inductor.get_ready_to_read()
 
 
 def _hand_over(function: Made) -> None:

@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 import torch
@@ -385,27 +387,36 @@ def assume(settings: Any) -> None:
     _configs()[0].compile_threads = threads
 
 
+#: Modules of the compiler that it imports only when it is called, and those that read functions.
+_COMPILING = (
+    "compile_fx", "standalone_compile", "codegen.cuda_combined_scheduling", "fx_passes.joint_graph",
+    "fx_passes.post_grad", "fx_passes.pad_mm", "fx_passes.fuse_attention",
+)  # fmt: skip
+_READING = "compile_fx", "standalone_compile"
+
+
 def get_ready_to_compile() -> None:
     """Import what compiles, and start the processes that compile kernels where there is a GPU."""
-    import torch._inductor.codegen.cuda_combined_scheduling
-    import torch._inductor.compile_fx
-    import torch._inductor.fx_passes.fuse_attention
-    import torch._inductor.fx_passes.joint_graph
-    import torch._inductor.fx_passes.pad_mm
-    import torch._inductor.fx_passes.post_grad
-    import torch._inductor.standalone_compile
-
+    _import(_COMPILING)
+    with suppress(ImportError):
+        patterns: Any = import_module("torch._inductor.fx_passes.serialized_patterns")
+        _import(f"fx_passes.serialized_patterns.{x.name}" for x in iter_modules(patterns.__path__))
     if torch.cuda.is_available():
         from torch._inductor.async_compile import AsyncCompile
 
         AsyncCompile.use_process_pool()
 
 
-def get_ready_to_load() -> None:
+def get_ready_to_read() -> None:
     """Import what reads compiled functions."""
-    import torch._functorch._aot_autograd.autograd_cache
-    import torch._inductor.compile_fx
-    import torch._inductor.standalone_compile  # noqa: F401
+    _import(_READING)
+
+
+def _import(names: Iterable[str]) -> None:
+    """Import those modules of the compiler that this version of torch has."""
+    for name in names:
+        with suppress(ImportError):
+            import_module(f"torch._inductor.{name}")
 
 
 # -- compiled functions in files -------------------------------------------------------------------
