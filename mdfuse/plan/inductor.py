@@ -127,8 +127,9 @@ def rebuilt(
 ) -> TracedGraph:
     """Return a traced function by its parts."""
     from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    with FakeTensorMode():
+    with FakeTensorMode(shape_env=ShapeEnv(duck_shape=False)):  # as it was traced
         return TracedGraph(graph, tuple(_without_elements(forms)), results, (), settings)
 
 

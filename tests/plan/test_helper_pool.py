@@ -395,6 +395,25 @@ def test_long_programs_on_gpus_start_helpers_early(
     assert started == want
 
 
+@pytest.mark.parametrize(
+    ("options", "offered"),
+    [
+        (Options(compile="always", graph="never"), True),
+        (Options(), True),
+        (Options(graph="never"), False),  # nothing is compiled outside of graphs
+        (Options(compile="never"), False),
+    ],
+)
+def test_a_program_that_compiles_offers_its_length(
+    options: Options, offered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offers = list[int]()
+    monkeypatch.setattr(helper_pool, "start_for", lambda n: bool(offers.append(n)))
+    FusionCache.reset()
+    program = mf.compile(stack(), options)
+    assert offers == ([len(stack().fusion.exprs)] if offered else []), program
+
+
 def test_helpers_join_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = {"RANK": "1", "LOCAL_RANK": "1", "MASTER_PORT": "1", "OMPI_COMM_WORLD_RANK": "1",
               "PMIX_RANK": "1", "SLURM_PROCID": "1", "TORCHELASTIC_RUN_ID": "x"}  # fmt: skip
