@@ -357,7 +357,7 @@ def _command() -> list[str]:
     It imports from where this process does, and not from the folder in which it runs.
     """
     start = "from mdfuse.plan.helper_process import main; main(*map(int, sys.argv[1:]))"
-    return [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {start}"]
+    return [sys.executable, "-c", f"import sys; sys.path[:] = {[*map(str, sys.path)]!r}; {start}"]
 
 
 def _environment(compilers: int) -> dict[str, str]:
