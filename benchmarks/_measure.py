@@ -138,6 +138,16 @@ def eagerly(program: mdfuse.Program) -> list[str]:
 _EAGER = re.compile(r": runs? eagerly, ")
 
 
+def origins(program: mdfuse.Program) -> list[str]:
+    """Return the lines on who compiled the functions of a program, or where they were found."""
+    lines = map(str.strip, program.explain().splitlines())
+    return [line for line in lines if _ORIGIN.match(line)]
+
+
+#: As `explain()` says it.
+_ORIGIN = re.compile(r"\d+ (compiled|found in files|left to this process)\b")
+
+
 def host_time(calls: Callable[[], None]) -> float:
     """Host time in nanoseconds; nothing waits for a device."""
     start = time.perf_counter_ns()

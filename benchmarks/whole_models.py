@@ -41,6 +41,7 @@ from _measure import (
     eagerly,
     host_time,
     interleave,
+    origins,
     show,
 )
 from _ranks import Ranks, start_or_alone
@@ -212,6 +213,10 @@ def measured(plan: Plan, case: Case) -> dict[str, Figures]:
     for name, make in makes.items():
         running[name], figures[name] = _entered(plan, make, plan.losses)
         _say(f"{case.name}, {name}: {_start_text(figures[name])}")
+        if (program := running[name].program) is not None:
+            lines = [f"{case.name}: {line}" for line in origins(program)]
+            plan.world["functions"] += lines
+            _say("; ".join(lines) or f"{case.name}: no function was compiled")
     _check(case, figures)
     times = interleave(
         {name: Contender(call=one) for name, one in running.items()},
@@ -440,7 +445,7 @@ def main() -> None:
     size = _size(arguments, chosen == ["alone"])
     world: dict[str, Any] = {
         "device": str(ranks.device), "ranks": ranks.comm.size, "size": asdict(size),
-        "starts with an empty folder": is_new, "eager": [], "contenders": {},
+        "starts with an empty folder": is_new, "functions": [], "eager": [], "contenders": {},
     }  # fmt: skip
     plan = Plan(
         ranks=ranks, rounds=arguments.rounds, losses=arguments.losses, world=world,

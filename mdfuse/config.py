@@ -400,6 +400,35 @@ VARIABLES: dict[str, tuple[str, Any, str]] = {
     f"MDFUSE_{option.upper()}": (option, *row) for option, row in _READ.items()
 }
 
+#: The variable of no option: one number for all programs of a process. It is read where a first
+#: program of some length is lowered, or compiled.
+HELPERS = "MDFUSE_HELPERS"
+
+#: More processes are taken for a mistake.
+_MOST_HELPERS = 256
+
+
+def helpers_from_environment() -> int | None:
+    """Return how many helper processes compile for this one; None: as many as pay.
+
+    Raises:
+        ProgramError: the variable cannot be read.
+    """
+    text = os.environ.get(HELPERS)
+    if not text:
+        return None
+    try:
+        count = _count(text)
+    except ValueError:
+        count = _MOST_HELPERS + 1
+    if count > _MOST_HELPERS:
+        raise ProgramError(
+            f"{HELPERS}={shown(text, _SHOWN)}",
+            because=f"it is a number of processes, from 0 (none) to {_MOST_HELPERS}",
+            hint="unset it: there are as many as cores and work allow",
+        )
+    return count
+
 
 def environment() -> tuple[str | None, ...]:
     """Return the values of the variables, in the order of `VARIABLES`; None where not set."""

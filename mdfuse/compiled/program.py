@@ -36,6 +36,7 @@ from mdfuse.hir.uncapturable import eager
 from mdfuse.interpreter.garbage import no_collection
 from mdfuse.ir.graph import Fusion
 from mdfuse.passes.segmentation import ShouldMerge, check_merge
+from mdfuse.plan import helper_pool
 from mdfuse.plan.inductor import start_workers
 from mdfuse.plan.kept import Plans
 from mdfuse.plan.progress_bar import stage
@@ -469,7 +470,8 @@ def lowered(
 ) -> Program:
     """Return the program of a definition, lowered anew; see `compile`."""
     chosen = options_from_environment(options)
-    if chosen.compile != "never":
+    compiles = chosen.compile == "always" or (chosen.compile == "auto" and chosen.graph != "never")
+    if compiles and not helper_pool.start_for(len(named.fusion.exprs)):
         start_workers()
     if chosen.same_bits:
         from mdfuse.compiled.leaf_program import on_leaves

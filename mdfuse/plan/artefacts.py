@@ -49,16 +49,33 @@ class Artefacts:
             UnreadableError: there are, and they are of no use.
         """
         try:
-            self._guard(check_private)
-            about = json.loads(self._about(name).read_bytes())
-            if _checksum(self._code(name)) != about["sha256"]:
-                raise ValueError("the checksum is another one")
+            about = self._described(name)
             forms = [_form(*x) for x in about["results"]]
             return inductor.load(self._code(name)), forms
         except FileNotFoundError:
             return None
         except Exception as error:  # any error of reading half a file, or of the compiler
             raise UnreadableError(reason(error)) from error
+
+    def has(self, name: str) -> bool:
+        """Return whether there are files of a function, and they are whole."""
+        try:
+            self._described(name)
+        except Exception:  # likewise
+            return False
+        return True
+
+    def _described(self, name: str) -> Any:
+        """Return the description of a function.
+
+        Raises:
+            Exception: there is none, or it does not fit the compiler's output.
+        """
+        self._guard(check_private)
+        about = json.loads(self._about(name).read_bytes())
+        if _checksum(self._code(name)) != about["sha256"]:
+            raise ValueError("the checksum is another one")
+        return about
 
     def save(self, name: str, function: Function, results: Sequence[Form]) -> str | None:
         """Write a function into its files; return why it cannot be."""
@@ -104,6 +121,11 @@ class Artefacts:
         finally:
             lock.release()
 
+    def remove_parts(self, process: int) -> None:
+        """Remove what a process that was ended had written of a function."""
+        for part in self.folder.glob(f".*.{process}"):
+            _remove(part)
+
     def _guard(self, act: Callable[[Path], None]) -> None:
         """Make the folder, or check it; log once that other users may write into it."""
         try:
@@ -117,6 +139,12 @@ class Artefacts:
 
     def _about(self, name: str) -> Path:
         return self.folder / f"{name}.json"
+
+
+def artefacts() -> Artefacts | None:
+    """Return the folder of compiled functions; None where the compiler is to keep no files."""
+    folder = inductor.folder()
+    return None if folder is None else Artefacts(folder / "mdfuse")
 
 
 @cache

@@ -1,8 +1,8 @@
 """Compiled functions of host units: each is made once in this process, and once on its host.
 
 A function is looked up in memory, then in files; otherwise it is traced, and compiled with all
-others that a plan needs. Processes of one host that need the same ones share the work: each
-compiles what no other has begun, and waits for the rest.
+others that a plan needs, by helper processes where they pay. Processes of one host that need the
+same ones share the work: each compiles what no other has begun, and waits for the rest.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from functools import partial
 
 from mdfuse.caching import Cache
 from mdfuse.errors import reason
-from mdfuse.plan import inductor
-from mdfuse.plan.artefacts import Artefacts, UnreadableError
+from mdfuse.plan import helper_pool, inductor
+from mdfuse.plan.artefacts import Artefacts, UnreadableError, artefacts
+from mdfuse.plan.helper_pool import HelperJob
 from mdfuse.plan.inductor import Function, TracedGraph
 from mdfuse.plan.many_lengths import SymbolicCalls
 from mdfuse.plan.overwrites import is_tangled
@@ -39,6 +40,7 @@ class Made:
         function: compiled.
         refused: why it cannot be compiled.
         was_late: another process has not compiled it in time; nobody waits again.
+        job: what helper processes do about it; None: nothing.
     """
 
     results: list[Form]
@@ -49,6 +51,7 @@ class Made:
     function: Function | None = None
     refused: str | None = None
     was_late: bool = False
+    job: HelperJob | None = None
 
     @property
     def is_done(self) -> bool:
@@ -62,22 +65,27 @@ class Tally:
 
     Attributes:
         compiled: how many this process compiled.
+        helped: how many its helper processes compiled.
         in_files: how many it found in files, of earlier runs or of other processes.
         shared: how many were compiled for other lengths.
         unsaved: why a compiled one was not saved -> how many.
         unreadable: why files were of no use -> how many.
+        unhelped: why helper processes left some to this process -> how many.
     """
 
     compiled: int = 0
+    helped: int = 0
     in_files: int = 0
     shared: int = 0
     unsaved: Counter[str] = field(default_factory=Counter)
     unreadable: Counter[str] = field(default_factory=Counter)
+    unhelped: Counter[str] = field(default_factory=Counter)
 
     def report_lines(self) -> Iterator[str]:
         """Yield the lines of a report."""
         counts = {
             "compiled": self.compiled,
+            "compiled in helper processes": self.helped,
             "found in files": self.in_files,
             "shared with other lengths": self.shared,
         }
@@ -87,6 +95,8 @@ class Tally:
             yield f"{n} not saved for later runs: {why}"
         for why, n in self.unreadable.items():
             yield f"{n} compiled again, since their files are of no use: {why}"
+        for why, n in self.unhelped.items():
+            yield f"{n} left to this process by a helper process: {why}"
 
 
 #: Key of the unit and forms of its arguments -> the function. Equal layers have equal units, in one
@@ -118,6 +128,7 @@ def traced(key: Hashable, forms: Sequence[Form], function: Function) -> Made:
             compiled = Made([], refused="a value is read elsewhere than where it is written over")
         else:
             compiled = Made(trace.results, _name(key, forms), trace)
+            _hand_over(compiled)  # helpers begin, if there are any, while this process traces
     except Exception as error:  # ops raise errors of any type; the eager calls are right
         compiled = Made([], refused=reason(error))
     _MADE.put((key, *forms), compiled)
@@ -174,12 +185,14 @@ def complete(functions: Iterable[Made], timeout_s: float, shows: bool, tally: Ta
     """
     todo = [x for x in dict.fromkeys(functions) if not x.is_done]
     if not todo:
+        helper_pool.end_idle()
         return []
     # processes that share the work end together if none begins a long function last
     todo.sort(key=_length, reverse=True)
+    _let_help(todo)
     with progress("compiling launches", len(todo), shows) as advance:
         others = []
-        for function in todo:
+        for function in _in_turn(todo, timeout_s):
             if _completed(function, 0.0, tally):
                 advance()
             else:
@@ -191,18 +204,37 @@ def complete(functions: Iterable[Made], timeout_s: float, shows: bool, tally: Ta
             else:
                 function.was_late = True
                 late.append(function)
+    helper_pool.end_idle()
     return late
+
+
+def _let_help(todo: Sequence[Made]) -> None:
+    """Hand all functions that can leave this process over to helpers, if these pay."""
+    named = [x for x in todo if x.name is not None]
+    helper_pool.start_if_needed(len(named))
+    for function in named:
+        if function.job is None:
+            _hand_over(function)
+    if any(x.job is not None for x in named):
+        inductor.get_ready_to_read()
+
+
+def _hand_over(function: Made) -> None:
+    if function.name is not None and function.traced is not None:
+        function.job = helper_pool.hand_over(function.name, function.traced)
+
+
+def _in_turn(todo: Sequence[Made], timeout_s: float) -> Iterator[Made]:
+    """Yield functions: those without a helper, those that helpers are done with, and the rest."""
+    jobs = {x.job: x for x in todo if x.job is not None}
+    yield from (x for x in todo if x.job is None)
+    while jobs:
+        yield jobs.pop(helper_pool.settled(jobs, timeout_s))
 
 
 def _length(function: Made) -> int:
     """Return the length of the trace of a function that is to be compiled."""
     return 0 if function.traced is None else len(function.traced.graph.graph.nodes)
-
-
-def artefacts() -> Artefacts | None:
-    """Return the folder of compiled functions; None where the compiler is to keep no files."""
-    folder = inductor.folder()
-    return None if folder is None else Artefacts(folder / "mdfuse")
 
 
 def _name(key: Hashable, forms: Sequence[Form]) -> str | None:
@@ -246,11 +278,15 @@ def _completed(unit: Made, timeout_s: float, tally: Tally) -> bool:
 
 def _find_or_compile(unit: Made, name: str, folder: Artefacts, tally: Tally) -> None:
     again = Tally()  # files of no use were counted when they were looked for
-    stored = _read(name, again)
-    tally.in_files += again.in_files
+    stored, is_helped = _read(name, again), unit.job is not None and unit.job.is_made
     if stored is not None:
+        tally.helped += is_helped
+        tally.in_files += not is_helped
         unit.function, unit.traced = stored.function, None
         return
+    if unit.job is not None:
+        why = next(iter(again.unreadable), "its files are gone") if is_helped else unit.job.why
+        tally.unhelped.update([why] if why is not None else [])
     _compile(unit, tally)
     if unit.function is not None:
         why = folder.save(name, unit.function, unit.results)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import inspect
+import os
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
+from torch._ops import OpOverload as OpOverload
 
+from mdfuse.files import check_private
 from mdfuse.plan.tensor_meta import Form, form_of
 from mdfuse.torch_private import cache_folder
 
@@ -29,12 +34,14 @@ class TracedGraph:
         arguments: tensors without elements, of the forms that it was traced for.
         results: the forms of its results; with symbolic sizes, where it has such.
         sizes: the symbolic sizes of its arguments.
+        settings: of the compiler, for it; None: they are read off the graph.
     """
 
     graph: torch.fx.GraphModule
     arguments: tuple[Any, ...]
     results: list[Form]
     sizes: tuple[torch.SymInt, ...] = ()
+    settings: Mapping[str, Any] | None = None
 
     def holds(self, sizes: Sequence[int]) -> bool:
         """Return whether all assumptions on symbolic sizes hold for these sizes."""
@@ -96,15 +103,34 @@ def _traced(
     env = ShapeEnv(duck_shape=False)  # sizes that are equal by chance stay apart
     sizes = tuple(_size(env, n, hint) for n, hint in enumerate(hints))
     with compile_lock, torch.no_grad(), FakeTensorMode(shape_env=env):
-        arguments: list[Any] = [
-            torch.empty_strided(shape, strides, dtype=dtype, device=device)
-            for shape, strides, dtype, device in forms(sizes)
-        ]
+        arguments = _without_elements(forms(sizes))
         with enable_python_dispatcher():  # as in torch.compile: it knows more strides as dense
             graph = make_fx(function, tracing_mode="symbolic" if sizes else "fake")(*arguments)
         results = [form_of(x) for x in function(*arguments)]
     _keep_nan(graph.graph)
     return TracedGraph(graph, tuple(arguments), results, sizes)
+
+
+def _without_elements(forms: Sequence[Form]) -> list[Any]:
+    """Return tensors of some forms; within a mode of torch they have no elements."""
+    return [
+        torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        for shape, strides, dtype, device in forms
+    ]
+
+
+def rebuilt(
+    graph: torch.fx.GraphModule,
+    forms: Sequence[Form],
+    results: list[Form],
+    settings: Mapping[str, Any],
+) -> TracedGraph:
+    """Return a traced function by its parts."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    with FakeTensorMode(shape_env=ShapeEnv(duck_shape=False)):  # as it was traced
+        return TracedGraph(graph, tuple(_without_elements(forms)), results, (), settings)
 
 
 def _keep_nan(graph: torch.fx.Graph) -> None:
@@ -160,7 +186,7 @@ def start_workers() -> None:
         AsyncCompile.use_process_pool()
 
 
-#: Bytes of a tensor from which on a kernel that writes into it is not timed; see `_settings`.
+#: Bytes of a tensor from which on a kernel that writes into it is not timed; see `settings_for`.
 _TOO_LARGE_TO_TIME = 1 << 28
 
 #: Settings with which the compiler makes a product of one row a sum, and searches the form of its
@@ -182,7 +208,8 @@ def compiled(traced: TracedGraph) -> Function:
     from torch._inductor import config, standalone_compile
 
     arguments = list(traced.arguments)
-    with compile_lock, config.patch(_settings(traced)):
+    settings = settings_for(traced) if traced.settings is None else dict(traced.settings)
+    with compile_lock, config.patch(settings), _timed_alone(arguments):
         if not traced.sizes:
             return standalone_compile(traced.graph, arguments)
         mode = arguments[0].fake_mode
@@ -192,7 +219,7 @@ def compiled(traced: TracedGraph) -> Function:
             )
 
 
-def _settings(traced: TracedGraph) -> dict[str, Any]:
+def settings_for(traced: TracedGraph) -> dict[str, Any]:
     """Return settings of the compiler for a function.
 
     Before a step has run once, the compiler takes the device as full: it moves a tensor that a
@@ -217,6 +244,44 @@ def _has_one_row(node: torch.fx.Node) -> bool:
         return False
     x = node.meta["val"]
     return x.device.type == "cuda" and 1 in x.shape[-2:]
+
+
+#: Seconds for which a process waits until no other one times a kernel.
+_TIMING_S = 10.0
+
+
+@contextmanager
+def _timed_alone(arguments: Sequence[torch.Tensor]) -> Iterator[None]:
+    """In this context, time a kernel on a GPU while no other process of this user times one there.
+
+    Processes that compile side by side would else take each other's time for the kernel's.
+    """
+    device = next((x.device for x in arguments if x.device.type == "cuda"), None)
+    where = None if device is None else folder()
+    if device is None or where is None:
+        yield
+        return
+    from filelock import FileLock
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    tuner: Any = CachingAutotuner
+    plain, properties = tuner.bench, torch.cuda.get_device_properties(device)
+    lock = FileLock(where / "mdfuse" / f"{getattr(properties, 'uuid', device)}.lock")
+
+    def bench(*args: Any, **kwargs: Any) -> Any:
+        with suppress(OSError, NotImplementedError):  # without a lock it is timed all the same
+            check_private(where / "mdfuse")
+            lock.acquire(timeout=_TIMING_S, poll_interval=0.01)
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            lock.release()
+
+    tuner.bench = bench
+    try:
+        yield
+    finally:
+        tuner.bench = plain
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -270,6 +335,89 @@ def emptying(function: Function) -> Function | None:
             return None  # it adds constants to the operands
         inner = getattr(inner, "__wrapped__", around.get("compiled_fn"))
     return inner if getattr(inner, "_boxed_call", False) else None
+
+
+# -- compilers in other processes ------------------------------------------------------------------
+
+
+#: Variables that name the compiler's folders.
+_FOLDERS = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+
+#: A function that returns torch's setting on which compiled code depends -> the one that sets it.
+_FLAGS: dict[Callable[[], Any], Callable[[Any], Any]] = {
+    torch.get_num_threads: torch.set_num_threads,
+    torch.get_default_dtype: torch.set_default_dtype,
+    torch.get_float32_matmul_precision: torch.set_float32_matmul_precision,
+    torch.get_deterministic_debug_mode: torch.set_deterministic_debug_mode,
+}
+
+
+def _configs() -> tuple[Any, Any]:
+    from torch._functorch import config as of_functions
+    from torch._inductor import config
+
+    return config, of_functions
+
+
+def settings_of(devices: Iterable[torch.device]) -> Any:
+    """Return the settings of this process on which compiled code for some devices depends."""
+    folders = {name: os.environ[name] for name in _FOLDERS if name in os.environ}
+    configs = [config.get_config_copy() for config in _configs()]
+    flags = [read() for read in _FLAGS]
+    return folders, configs, flags, {x: fingerprint(x) for x in dict.fromkeys(devices)}
+
+
+def assume(settings: Any) -> None:
+    """Make `settings_of` another process this one's, but for the number of its compilers.
+
+    Raises:
+        RuntimeError: code that this process compiles would be other code all the same.
+    """
+    folders, configs, flags, fingerprints = settings
+    os.environ.update(folders)
+    threads = _configs()[0].compile_threads
+    for config, copied in zip(_configs(), configs, strict=True):
+        config.load_config(copied)
+    for write, value in zip(_FLAGS.values(), flags, strict=True):
+        write(value)
+    for device, text in fingerprints.items():
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # so that nothing takes memory of another GPU
+        if fingerprint(device) != text:
+            raise RuntimeError(f"it has {fingerprint(device)}, and not {text}")
+    _configs()[0].compile_threads = threads
+
+
+#: Modules of the compiler that it imports only when it is called, and those that read functions.
+_COMPILING = (
+    "compile_fx", "standalone_compile", "codegen.cuda_combined_scheduling", "fx_passes.joint_graph",
+    "fx_passes.post_grad", "fx_passes.pad_mm", "fx_passes.fuse_attention",
+)  # fmt: skip
+_READING = "compile_fx", "standalone_compile"
+
+
+def get_ready_to_compile() -> None:
+    """Import what compiles, and start the processes that compile kernels where there is a GPU."""
+    _import(_COMPILING)
+    with suppress(ImportError):
+        patterns: Any = import_module("torch._inductor.fx_passes.serialized_patterns")
+        _import(f"fx_passes.serialized_patterns.{x.name}" for x in iter_modules(patterns.__path__))
+    if torch.cuda.is_available():
+        from torch._inductor.async_compile import AsyncCompile
+
+        AsyncCompile.use_process_pool()
+
+
+def get_ready_to_read() -> None:
+    """Import what reads compiled functions."""
+    _import(_READING)
+
+
+def _import(names: Iterable[str]) -> None:
+    """Import those modules of the compiler that this version of torch has."""
+    for name in names:
+        with suppress(ImportError):
+            import_module(f"torch._inductor.{name}")
 
 
 # -- compiled functions in files -------------------------------------------------------------------

@@ -13,12 +13,21 @@ from mdfuse.bootstrap import detect
 from mdfuse.cli.doctor import findings, gpus, host, libraries
 from mdfuse.cli.doctor.findings import Finding
 from mdfuse.cli.rich_tables import titled
-from mdfuse.config import VARIABLES, backend_choice, options_from_environment
+from mdfuse.config import HELPERS, VARIABLES, backend_choice, options_from_environment
 from mdfuse.errors import BackendError, ProgramError
 from mdfuse.runtime.backend_rows import BACKENDS, auto, why_not
 
 #: Variables shown beside mdfuse's own: they steer the libraries below.
-_SHOWN = ("NCCL_", "UCX_", "UCC_", "GLOO_", "OMPI_MCA_", "CUDA_VISIBLE_DEVICES", "TORCH_NCCL_")
+_SHOWN = (
+    HELPERS,
+    "NCCL_",
+    "UCX_",
+    "UCC_",
+    "GLOO_",
+    "OMPI_MCA_",
+    "CUDA_VISIBLE_DEVICES",
+    "TORCH_NCCL_",
+)
 
 
 def examine(console: Console) -> list[str]:
@@ -60,7 +69,7 @@ def launcher(environment: Mapping[str, str]) -> list[Finding]:
 
 def variables(environment: Mapping[str, str]) -> list[Finding]:
     """Return the variables that are set and steer mdfuse or a library below it."""
-    names = sorted(n for n in environment if n in VARIABLES or n.startswith(_SHOWN))
+    names = sorted(n for n in environment if n in (*VARIABLES, HELPERS) or n.startswith(_SHOWN))
     return [Finding(name=name, what=environment[name]) for name in names]
 
 

@@ -1,0 +1,371 @@
+"""Helper processes compile functions for this process, which reads them from files.
+
+Inductor compiles one function at a time in a process, and takes seconds to be imported. So helpers
+start while a program is lowered, and each takes the longest function that nobody has begun. When
+there is nothing to read, this process compiles what they have not begun, from the shortest on, and
+it compiles what they cannot.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from mdfuse.bootstrap import detect
+from mdfuse.config import HELPERS, helpers_from_environment
+from mdfuse.errors import BackendError, reason
+from mdfuse.plan.artefacts import Artefacts, artefacts
+from mdfuse.plan.inductor import TracedGraph
+from mdfuse.plan.packed_graphs import packed
+
+#: Cores that a helper shares with its compilers of kernels, and the most helpers of a process.
+_CORES, _MOST = 4, 8
+
+#: Memory of a GPU that is free for each helper, which times kernels there, bytes.
+_GPU_BYTES = 4 << 30
+
+#: From so many expressions on, helpers start before it is known what there is to compile.
+_LONG = 500
+
+#: So few functions are compiled before a helper that is not there yet would be ready.
+_FEW = 3
+
+#: Seconds without work after which a helper is ended, and for it to be gone then.
+_IDLE_S, _GONE_S = 300.0, 5.0
+
+#: Variables by which a helper would join the rank's job: beginnings, and names.
+_LAUNCHERS = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_LOCAL", "SLURM_", "TORCHELASTIC_")
+_PLACES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
+           "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}  # fmt: skip
+
+
+@dataclass(eq=False)
+class HelperJob:
+    """A function that a helper may compile.
+
+    Attributes:
+        length: of its graph.
+        work: what a helper takes: a folder, the name of files there, a packed graph.
+        is_begun: a helper has begun it.
+        is_over: no helper goes on with it.
+        is_made: a helper compiled it.
+        why: why none could.
+    """
+
+    length: int
+    work: bytes = b""
+    is_begun: bool = False
+    is_over: bool = False
+    is_made: bool = False
+    why: str | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Helper:
+    """A helper, and this process's end of the connection with it."""
+
+    process: subprocess.Popen[bytes]
+    connection: Connection
+
+    def kill(self) -> None:
+        """End it with all processes below it."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def ended(self) -> str:
+        """Wait until it has ended, or end it; return how it did."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(_GONE_S)
+        self.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(_GONE_S)
+        self.connection.close()
+        code = self.process.returncode
+        return f"signal {-code}" if code is not None and code < 0 else f"code {code}"
+
+
+@dataclass(eq=False)
+class _Pool:
+    """Helpers that were started together.
+
+    Attributes:
+        artefacts: where they leave what they compiled.
+        helpers: those that have not ended.
+        jobs: those that are not over.
+        is_used: they got a job, so that they may hold memory of a GPU.
+        is_ended: they get no further jobs.
+        why_ended: why this process has ended them before they were done.
+        changed: guards all of this, and is told of changes.
+    """
+
+    artefacts: Artefacts
+    helpers: list[_Helper] = field(default_factory=list)
+    threads: list[threading.Thread] = field(default_factory=list)
+    jobs: list[HelperJob] = field(default_factory=list)
+    is_used: bool = False
+    is_ended: bool = False
+    why_ended: str | None = None
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def start(self, count: int) -> None:
+        """Start helpers, each with a thread that gives it jobs.
+
+        Raises:
+            OSError: there can be no further process.
+        """
+        environment = _environment(max(1, _cores() // count))
+        for _ in range(count):
+            ours, theirs = Pipe()
+            with theirs:
+                command = [*_command(), str(theirs.fileno()), str(os.getpid())]
+                process = subprocess.Popen(
+                    command, env=environment, pass_fds=[theirs.fileno()], start_new_session=True,
+                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                )  # fmt: skip
+            helper = _Helper(process, ours)
+            self.helpers.append(helper)
+            thread = threading.Thread(target=self._serve, args=(helper,), daemon=True)
+            self.threads.append(thread)
+            thread.start()
+
+    def _serve(self, helper: _Helper) -> None:
+        """Give a helper jobs, one after the other, until it ends or is not needed any more."""
+        job, why = None, None
+        try:
+            why = helper.connection.recv()
+            while why is None and (job := self._next()) is not None:
+                helper.connection.send_bytes(job.work)
+                is_made, failure = helper.connection.recv()
+                with self.changed:
+                    self._close(job, is_made, failure)
+                job = None
+            helper.kill()
+            helper.ended()
+        except Exception as error:  # of a helper that ended; else whatever has come from it
+            how = helper.ended()
+            is_gone = isinstance(error, EOFError | OSError)
+            why = f"it ended with {how}" if is_gone else reason(error)
+        self.artefacts.remove_parts(helper.process.pid)
+        with self.changed:
+            self.helpers.remove(helper)
+            lost = [] if job is None else [job]
+            for x in lost if self.helpers else [*self.jobs]:
+                self._close(x, False, self.why_ended or why)
+
+    def _next(self) -> HelperJob | None:
+        """Wait for a job, and return the longest one; None where helpers are to end."""
+        with self.changed:
+            while not self.is_ended:
+                if waiting := [x for x in self.jobs if not x.is_begun]:
+                    job = max(waiting, key=lambda x: x.length)
+                    job.is_begun = True
+                    return job
+                if not self.changed.wait(_IDLE_S):
+                    break
+            return None
+
+    def _close(self, job: HelperJob, is_made: bool, why: str | None) -> None:
+        job.is_over, job.is_made, job.why, job.work = True, is_made, why, b""
+        self.jobs.remove(job)
+        self.changed.notify_all()
+
+    def add(self, job: HelperJob) -> None:
+        """Give helpers a job; it is over at once where none is left."""
+        with self.changed:
+            self.jobs.append(job)
+            self.is_used = True
+            self.changed.notify_all()
+            if not self.helpers:
+                self._close(job, False, None)
+
+    def settled(self, jobs: Collection[HelperJob], timeout_s: float) -> HelperJob | None:
+        """Return a job that is over, or one that is taken back; see `settled`."""
+        with self.changed:
+            while (over := next((x for x in jobs if x.is_over), None)) is None:
+                if waiting := [x for x in jobs if not x.is_begun]:
+                    self._close(min(waiting, key=lambda x: x.length), False, None)
+                elif not self.changed.wait(timeout_s):
+                    return None
+            return over
+
+    def end(self, why: str | None = None) -> None:
+        """End the helpers; jobs that are not over are over, for this reason."""
+        with self.changed:
+            self.is_ended, self.why_ended = True, why
+            for helper in self.helpers:
+                helper.kill()
+            self.changed.notify_all()
+
+
+#: Pools of this process; all but one have ended, and their helpers are about to.
+_POOLS: list[_Pool] = []
+
+#: One thread at a time starts helpers.
+_STARTING = threading.Lock()
+
+
+def _running() -> _Pool | None:
+    """Return the helpers of this process that take jobs, if there are any."""
+    _POOLS[:] = [pool for pool in _POOLS if pool.helpers]
+    return next((pool for pool in _POOLS if not pool.is_ended), None)
+
+
+def start_for(expressions: int) -> bool:
+    """Start helpers for a program of so many expressions, if they pay; return if there are any.
+
+    Raises:
+        ProgramError: the variable of their number cannot be read.
+    """
+    chosen = helpers_from_environment()
+    if expressions >= _LONG and torch.cuda.is_initialized():
+        _start(_MOST, chosen)
+    return _running() is not None
+
+
+def start_if_needed(functions: int) -> None:
+    """Start helpers for so many functions that are to be compiled, if they pay.
+
+    Raises:
+        ProgramError: the variable of their number cannot be read.
+    """
+    chosen = helpers_from_environment()
+    if functions > _FEW or chosen:
+        _start(functions, chosen)
+
+
+def _start(most: int, chosen: int | None) -> None:
+    """Start at most so many helpers: as many as were chosen, else as many as pay."""
+    with _STARTING:
+        if _running() is not None or not sys.executable or (folder := artefacts()) is None:
+            return
+        if count := min(most, _paying() if chosen is None else chosen):
+            pool = _Pool(folder)
+            with suppress(OSError):  # those that could be started do the work
+                pool.start(count)
+            _POOLS.append(pool)
+
+
+def hand_over(name: str, traced: TracedGraph) -> HelperJob | None:
+    """Let helpers compile a function into the files of a name; None: there are no helpers."""
+    pool = _running()
+    if pool is None or (folder := artefacts()) is None:
+        return None
+    job = HelperJob(len(traced.graph.graph.nodes))
+    try:
+        job.work = pickle.dumps((str(folder.folder), name, packed(traced)))
+    except Exception as error:  # whatever the parts of a graph raise
+        job.is_over, job.why = True, reason(error)
+        return job
+    pool.add(job)
+    return job
+
+
+def settled(jobs: Collection[HelperJob], timeout_s: float) -> HelperJob:
+    """Return a job that is over, or else one that no helper has begun, and none will.
+
+    Args:
+        jobs: those from which one is chosen, at least one.
+        timeout_s: how long to wait for helpers, if they have begun all; then they are ended.
+    """
+    pool = _running()
+    over = None if pool is None else pool.settled(jobs, timeout_s)
+    if over is not None:
+        return over
+    over = next(iter(jobs))
+    if not over.is_over:
+        over.is_over, over.why = True, f"it took longer than timeout_s={timeout_s:g}"
+        end(over.why)
+    return over
+
+
+def end_idle() -> None:
+    """End helpers that have done all they were given; on GPUs, wait until their memory is free."""
+    pool = _running()
+    if pool is not None and pool.is_used and not pool.jobs:
+        pool.end()
+        for thread in pool.threads if torch.cuda.is_initialized() else ():
+            thread.join(_GONE_S)
+
+
+def end(why: str | None = None) -> None:
+    """End all helpers, whatever they do."""
+    for pool in _POOLS:
+        pool.end(why)
+
+
+@atexit.register
+def _end_and_wait() -> None:
+    pools = [*_POOLS]
+    end()
+    for thread in (x for pool in pools for x in pool.threads):
+        thread.join(_GONE_S)
+
+
+def _forget() -> None:
+    """Leave the helpers to the process that was forked, which would else never be gone for them."""
+    for helper in (x for pool in _POOLS for x in pool.helpers):
+        helper.connection.close()
+    _POOLS.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+# -- processes -------------------------------------------------------------------------------------
+
+
+def _paying() -> int:
+    """Return how many helpers the cores, and the memory of the GPU, have room for."""
+    count = min(_MOST, _cores() // _CORES)
+    if count and torch.cuda.is_initialized():
+        free, _ = torch.cuda.mem_get_info()
+        count = min(count, free // _GPU_BYTES)
+    return count
+
+
+def _cores() -> int:
+    """Return how many cores this rank has, beside the other ranks of its host."""
+    try:
+        ranks = detect(os.environ).local_size or torch.cuda.device_count()
+    except BackendError:  # which says so where ranks meet
+        ranks = torch.cuda.device_count()
+    return min([len(os.sched_getaffinity(0)), *_quota()]) // max(1, ranks)
+
+
+def _quota() -> Iterator[int]:
+    """Yield how many cores' time a container has, where it is limited."""
+    with suppress(OSError, ValueError):
+        most, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        yield max(1, int(most) // int(period))
+
+
+def _command() -> list[str]:
+    """Return the command of a helper, but for the connection and the rank's process.
+
+    It imports from where this process does, and not from the folder in which it runs.
+    """
+    start = "from mdfuse.plan.helper_process import main; main(*map(int, sys.argv[1:]))"
+    return [sys.executable, "-c", f"import sys; sys.path[:] = {[*map(str, sys.path)]!r}; {start}"]
+
+
+def _environment(compilers: int) -> dict[str, str]:
+    """Return the variables of a helper, with so many compilers of kernels."""
+    usual = {"TORCHINDUCTOR_COMPILE_THREADS": str(compilers)}
+    others = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(_LAUNCHERS) and name not in _PLACES
+    }
+    return {**usual, **others, HELPERS: "0"}

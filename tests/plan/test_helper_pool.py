@@ -1,0 +1,465 @@
+"""Helper processes: what they compile, and what the rank does where they fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers.stand_in_compiler import UNITS, StandIn, arguments, expected, stack, until
+from torch import Tensor
+
+import mdfuse as mf
+from mdfuse import Options
+from mdfuse.frontend.cache import FusionCache
+from mdfuse.plan import compilation, helper_pool, helper_process, inductor
+from mdfuse.plan.artefacts import Artefacts
+from mdfuse.plan.packed_graphs import packed, unpacked
+from mdfuse.plan.tensor_meta import Form
+
+TESTS = Path(__file__).parent.parent
+
+#: A helper that imports nothing slow; each text that follows is what it does from then on.
+FAKE = """
+import os, pickle, signal, sys, time
+from multiprocessing.connection import Connection
+rank = Connection(int(sys.argv[1]))
+"""
+DIES = "rank.send(None); rank.recv_bytes(); os.kill(os.getpid(), signal.SIGKILL)"
+REFUSES = """
+rank.send(None)
+while True:
+    rank.recv_bytes()
+    rank.send((False, "TypeError: no such operation"))
+"""
+LIES = REFUSES.replace('False, "TypeError: no such operation"', "True, None")
+HANGS = "rank.send(None); rank.recv_bytes(); time.sleep(1000)"
+CANNOT_START = 'rank.send("ImportError: no torch"); time.sleep(1000)'
+
+#: A helper with `StandIn` for Inductor, in a folder.
+STANDS_IN = """
+sys.path.insert(0, {tests!r})
+import pytest
+from helpers import stand_in_compiler
+from mdfuse.plan import inductor
+from mdfuse.plan.helper_process import main
+from pathlib import Path
+stand_in_compiler.StandIn(Path({folder!r}), 2).install(pytest.MonkeyPatch())
+inductor.get_ready_to_compile = lambda: None
+main(int(sys.argv[1]), int(sys.argv[2]))
+"""
+
+
+def form(*shape: int) -> Form:
+    strides = torch.empty(shape, device="meta").stride()
+    return shape, strides, torch.float32, torch.device("cpu")
+
+
+def products(x: Tensor, w: Tensor) -> list[Tensor]:
+    """What Inductor compiles without a compiler of C++."""
+    return [x @ w, x @ w @ w]
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    found = StandIn(tmp_path / "kept")
+    found.install(monkeypatch)
+    monkeypatch.setenv("MDFUSE_HELPERS", "1")
+    compilation._MADE.empty()
+    yield found
+    compilation._MADE.empty()
+    ended()
+
+
+def ended() -> None:
+    """End all helpers of this process, and see that nothing of them is left."""
+    pools = [*helper_pool._POOLS]
+    helper_pool.end()
+    for pool in pools:
+        for thread in pool.threads:
+            thread.join(60)
+            assert not thread.is_alive()
+        assert not pool.helpers and not pool.jobs
+
+
+def is_there(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return b") Z " not in Path(f"/proc/{process}/stat").read_bytes()
+
+
+@contextmanager
+def helped_by(script: str, patch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """In this context helpers run a script; all have a job before the rank takes any back."""
+    patch.setattr(helper_pool, "_command", lambda: [sys.executable, "-c", FAKE + script])
+    processes, start, settled = list[int](), helper_pool._Pool.start, helper_pool._Pool.settled
+
+    def noted(self: helper_pool._Pool, count: int) -> None:
+        start(self, count)
+        processes.extend(x.process.pid for x in self.helpers)
+
+    def patient(self: helper_pool._Pool, jobs: Any, timeout_s: float) -> Any:
+        until(lambda: not self.helpers or any(x.is_begun or x.is_over for x in jobs))
+        return settled(self, jobs, timeout_s)
+
+    patch.setattr(helper_pool._Pool, "start", noted)
+    patch.setattr(helper_pool._Pool, "settled", patient)
+    yield processes
+    ended()
+    assert not any(map(is_there, processes))
+
+
+def said(timeout_s: float = 600.0) -> str:
+    """Run `stack` in this process, compare, and return what `explain` says."""
+    compilation._MADE.empty()
+    FusionCache.reset()
+    program = mf.compile(stack(), Options(compile="always", timeout_s=timeout_s))
+    (got,) = program.run(*arguments())
+    torch.testing.assert_close(got, expected(*arguments()[:2]))
+    return program.explain() + "\n"
+
+
+# -- a rank and its helpers ------------------------------------------------------------------------
+
+
+def test_a_helper_shares_the_work(compiler: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody goes on before both have begun a function."""
+    compiler.processes = 2
+    script = STANDS_IN.format(tests=str(TESTS), folder=str(compiler.folder))
+    with helped_by(script, monkeypatch) as processes:
+        told = said()
+    assert {*compiler.began} == {*map(str, [os.getpid(), *processes])} and len(processes) == 1
+    assert len(compiler.began) == UNITS
+    helped = compiler.began.count(str(processes[0]))
+    assert f"{UNITS - helped} compiled, {helped} compiled in helper processes\n" in told
+    assert "left to this process" not in told
+    assert not [*(compiler.folder / "mdfuse").glob(".*")]
+
+
+@pytest.mark.parametrize(
+    ("script", "timeout_s", "count", "why"),
+    [
+        (DIES, 600.0, None, "it ended with signal 9"),
+        (REFUSES, 600.0, None, "TypeError: no such operation"),
+        (LIES, 600.0, None, "its files are gone"),
+        (HANGS, 0.2, 1, "it took longer than timeout_s=0.2"),
+        (CANNOT_START, 600.0, None, "ImportError: no torch"),
+    ],
+)
+def test_what_a_helper_does_not_compile_its_rank_does(
+    script: str, timeout_s: float, count: int | None, why: str,
+    compiler: StandIn, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    with helped_by(script, monkeypatch) as processes:
+        told = said(timeout_s)
+        assert len(processes) == 1
+    assert f"{UNITS} compiled\n" in told
+    assert f" left to this process by a helper process: {why}\n" in told
+    assert count is None or f"    {count} left" in told
+    assert compiler.began == [str(os.getpid())] * UNITS
+
+
+def test_helpers_that_are_there_get_functions_as_they_are_traced(
+    compiler: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last one is traced when they have been offered all others."""
+    traced, begun = inductor.traced, list[int]()
+
+    def noted(*given: Any) -> Any:
+        begun.append(sum(len(pool.jobs) for pool in helper_pool._POOLS))
+        return traced(*given)
+
+    monkeypatch.setattr(inductor, "traced", noted)
+    with helped_by(HANGS, monkeypatch):
+        helper_pool._start(1, 1)
+        told = said(0.2)
+    assert begun == [*range(UNITS)]
+    assert f"{UNITS} compiled\n" in told
+    assert "1 left to this process by a helper process: it took longer" in told
+
+
+def test_what_cannot_leave_the_rank_is_compiled_there(
+    compiler: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(traced: inductor.TracedGraph) -> bytes:
+        raise TypeError("a_call cannot leave this process")
+
+    monkeypatch.setattr(helper_pool, "packed", refused)
+    with helped_by(HANGS, monkeypatch):
+        told = said()
+    why = "TypeError: a_call cannot leave this process"
+    assert f"{UNITS} left to this process by a helper process: {why}\n" in told
+
+
+def test_no_helpers(compiler: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    def started(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr("subprocess.Popen", started)
+    monkeypatch.setenv("MDFUSE_HELPERS", "0")
+    assert f"{UNITS} compiled\n" in said()
+    monkeypatch.delenv("MDFUSE_HELPERS")
+    monkeypatch.setattr(helper_pool, "_cores", lambda: 3)
+    assert f"{UNITS} found in files\n" in said()
+    monkeypatch.setenv("MDFUSE_HELPERS", "1")
+    monkeypatch.setattr(inductor, "folder", lambda: None)  # as where torch's caches are off
+    assert f"{UNITS} compiled\n" in said()
+
+
+@pytest.mark.parametrize("text", ["-1", "257", "two", "1.0"])
+def test_a_number_of_helpers_that_cannot_be_read(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MDFUSE_HELPERS", text)
+    with pytest.raises(mf.ProgramError, match=f"MDFUSE_HELPERS='{text}'") as found:
+        helper_pool.start_for(0)
+    assert "from 0 (none) to 256" in str(found.value)
+
+
+def test_helpers_end_with_a_rank_that_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real helper, while it imports; what its rank has forked does not keep it."""
+    monkeypatch.setattr(inductor, "folder", lambda: tmp_path)
+    here, there = os.pipe()
+    rank = os.fork()
+    if not rank:
+        helper_pool._start(1, 1)
+        kept = os.fork()
+        if not kept:
+            time.sleep(600)
+        told = f"{helper_pool._POOLS[0].helpers[0].process.pid} {kept}\n"
+        os.write(there, told.encode())
+        time.sleep(600)
+    helper, kept = map(int, os.read(here, 100).split())
+    assert is_there(helper)
+    os.kill(rank, signal.SIGKILL)
+    os.waitpid(rank, 0)
+    until(lambda: not is_there(helper))
+    os.kill(kept, signal.SIGKILL)
+
+
+# -- one helper ------------------------------------------------------------------------------------
+
+
+def test_a_helper_process_compiles_with_inductor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    traced = inductor.traced(products, [form(3, 5), form(5, 5)])
+    helper_pool._start(1, 1)
+    job = helper_pool.hand_over("products", traced)
+    assert job is not None
+    until(lambda: job.is_over)
+    ended()
+    assert job.is_made and job.why is None
+    stored = Artefacts(tmp_path / "mdfuse").load("products")
+    assert stored is not None
+    assert helper_process._answer(str(tmp_path / "mdfuse"), "products", b"") == (False, None)
+    function, results = stored
+    assert results == traced.results == [form(3, 5), form(3, 5)]
+    x, w = torch.randn(3, 5), torch.randn(5, 5)
+    for got, want in zip(function(x, w), products(x.double(), w.double()), strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_helper_leaves_alone_what_others_compile(tmp_path: Path) -> None:
+    artefacts = Artefacts(tmp_path / "kept")
+    with artefacts.lock("one", 0.0) as is_mine:
+        assert is_mine
+        assert helper_process._answer(str(artefacts.folder), "one", b"") == (False, None)
+    is_made, why = helper_process._answer(str(artefacts.folder), "one", b"damaged")
+    assert not is_made and why is not None and why.startswith("UnpicklingError: ")
+    assert not [*artefacts.folder.glob("*.bin")]
+
+
+def test_what_a_helper_had_written_goes_with_it(tmp_path: Path) -> None:
+    for name in (".one.5", ".one.55", ".two.5", "one.bin"):
+        (tmp_path / name).touch()
+    Artefacts(tmp_path).remove_parts(5)
+    assert sorted(x.name for x in tmp_path.iterdir()) == [".one.55", "one.bin"]
+
+
+def test_a_graph_and_its_settings_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import config
+
+    for name in ("torch", "float32", "contiguous_format"):  # a script's, which helpers lack
+        monkeypatch.setattr(f"__main__.{name}", getattr(torch, name, torch), raising=False)
+
+    def function(x: Tensor, i: Tensor, w: Tensor) -> list[Tensor]:
+        w.add_(1.0)
+        left, right = x.chunk(2, -1)
+        table = torch.tensor([1.0, float("inf"), -0.0]) * 2
+        dense = (x + 1).clone(memory_format=torch.contiguous_format)
+        return [left.sigmoid() * right @ w, x.to(torch.bfloat16), i + torch.arange(3), table, dense]
+
+    counted = (3,), (1,), torch.int64, torch.device("cpu")
+    traced = inductor.traced(function, [form(2, 8), counted, form(4, 4)])
+    with config.patch(max_autotune=True, epilogue_fusion=False):
+        data = packed(traced)
+    assert b"__main__" not in data
+    threads = torch.get_num_threads()
+    with config.patch(max_autotune=False, epilogue_fusion=True, compile_threads=77):
+        found = unpacked(data)
+        assert (config.max_autotune, config.epilogue_fusion) == (True, False)
+        assert config.compile_threads == 77
+    assert torch.get_num_threads() == threads
+    assert str(found.graph.graph) == str(traced.graph.graph)
+    assert found.results == traced.results
+    assert [x.shape for x in found.arguments] == [(2, 8), (3,), (4, 4)]
+    x, w, i = torch.randn(2, 8), torch.randn(4, 4), torch.arange(3)
+    got = found.graph(x, i, w.clone())
+    torch.testing.assert_close(got, function(x, i, w.clone()))
+
+
+def test_settings_of_another_machine_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = packed(inductor.traced(products, [form(3, 5), form(5, 5)]))
+    monkeypatch.setattr(inductor, "fingerprint", lambda device: "another machine")
+    with pytest.raises(RuntimeError, match="it has another machine, and not "):
+        unpacked(data)
+
+
+def test_a_graph_of_what_is_no_operation_stays() -> None:
+    def function(x: Tensor) -> list[Tensor]:
+        return [torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,)), x * 2]
+
+    traced = inductor.traced(function, [form(3)])
+    with pytest.raises(TypeError, match="cannot leave this process"):
+        packed(traced)
+
+
+# -- how many, and where ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cores", "environment", "quota", "want"),
+    [
+        (32, {}, (), 32),
+        (32, {"LOCAL_WORLD_SIZE": "2"}, (), 16),
+        (32, {"LOCAL_WORLD_SIZE": "2"}, (8,), 4),
+        (2, {"LOCAL_WORLD_SIZE": "4"}, (), 0),
+    ],
+)
+def test_cores_of_a_rank(
+    cores: int, environment: dict[str, str], quota: tuple[int, ...], want: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    rank = {
+        "RANK": "0",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "1",
+    }
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(cores)})
+    monkeypatch.setattr(os, "environ", {**rank, **environment} if environment else {})
+    monkeypatch.setattr(helper_pool, "_quota", lambda: iter(quota))
+    assert helper_pool._cores() == want
+    assert helper_pool._paying() == min(8, want // 4)
+
+
+@pytest.mark.parametrize(
+    ("expressions", "on_gpu", "free", "variable", "want"),
+    [
+        (5000, True, 100 << 30, "", [4]),
+        (5000, True, 9 << 30, "", [2]),
+        (5000, True, 3 << 30, "", []),
+        (5000, True, 3 << 30, "6", [6]),
+        (5000, True, 100 << 30, "0", []),
+        (5000, False, 0, "6", []),
+        (100, True, 100 << 30, "6", []),
+    ],
+)
+def test_long_programs_on_gpus_start_helpers_early(
+    expressions: int, on_gpu: bool, free: int, variable: str, want: list[int],
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:  # fmt: skip
+    started = list[int]()
+    monkeypatch.setattr(inductor, "folder", lambda: tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: on_gpu)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 140 << 30))
+    monkeypatch.setattr(helper_pool, "_cores", lambda: 16)
+    monkeypatch.setattr(helper_pool._Pool, "start", lambda self, count: started.append(count))
+    monkeypatch.setenv("MDFUSE_HELPERS", variable)
+    assert helper_pool.start_for(expressions) is False  # none lives
+    assert started == want
+
+
+@pytest.mark.parametrize(
+    ("options", "offered"),
+    [
+        (Options(compile="always", graph="never"), True),
+        (Options(), True),
+        (Options(graph="never"), False),  # nothing is compiled outside of graphs
+        (Options(compile="never"), False),
+    ],
+)
+def test_a_program_that_compiles_offers_its_length(
+    options: Options, offered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offers = list[int]()
+    monkeypatch.setattr(helper_pool, "start_for", lambda n: bool(offers.append(n)))
+    FusionCache.reset()
+    program = mf.compile(stack(), options)
+    assert offers == ([len(stack().fusion.exprs)] if offered else []), program
+
+
+def test_helpers_join_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = {"RANK": "1", "LOCAL_RANK": "1", "MASTER_PORT": "1", "OMPI_COMM_WORLD_RANK": "1",
+              "PMIX_RANK": "1", "SLURM_PROCID": "1", "TORCHELASTIC_RUN_ID": "x"}  # fmt: skip
+    kept = {"CUDA_VISIBLE_DEVICES": "3", "TRITON_CACHE_DIR": "/there", "OMP_NUM_THREADS": "1"}
+    monkeypatch.setattr(os, "environ", {**theirs, **kept, "MDFUSE_HELPERS": "5"})
+    variables = helper_pool._environment(4)
+    assert variables == {**kept, "MDFUSE_HELPERS": "0", "TORCHINDUCTOR_COMPILE_THREADS": "4"}
+    monkeypatch.setitem(os.environ, "TORCHINDUCTOR_COMPILE_THREADS", "9")
+    assert helper_pool._environment(4)["TORCHINDUCTOR_COMPILE_THREADS"] == "9"
+
+
+def test_one_process_times_kernels_of_a_gpu_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from filelock import FileLock
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    folder, seen = tmp_path / "mdfuse", list[Any]()
+    folder.mkdir(mode=0o700)
+
+    def bench(self: Any, *given: Any, **named: Any) -> float:
+        lock = FileLock(folder / "gpu-7.lock", thread_local=False)
+        try:
+            lock.acquire(timeout=0)
+        except TimeoutError:
+            seen.append((given, named, "alone"))
+        else:
+            lock.release()
+            seen.append((given, named, "not alone"))
+        return 1.5
+
+    monkeypatch.setattr(CachingAutotuner, "bench", bench)
+    monkeypatch.setattr(inductor, "folder", lambda: tmp_path)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="gpu-7")
+    )
+    call: Callable[..., float] = lambda: CachingAutotuner.bench(None, 1, two=2)  # noqa: E731
+    on_gpu: Any = SimpleNamespace(device=torch.device("cuda:1"))
+    with inductor._timed_alone([on_gpu]):
+        assert call() == 1.5
+        folder.chmod(0o777)  # others may write there: nothing is locked, and kernels are timed
+        assert call() == 1.5
+    folder.chmod(0o700)
+    assert call() == 1.5
+    with inductor._timed_alone([torch.ones(1)]):
+        assert call() == 1.5
+    alone = [text for *_, text in seen]
+    assert alone == ["alone", "not alone", "not alone", "not alone"]
+    assert {given for given, *_ in seen} == {(1,)}
