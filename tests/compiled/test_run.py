@@ -233,7 +233,8 @@ def test_losses_are_those_without_a_death(draw: int, kind: str, tmp_path: Path) 
     forked = Forked(case.ranks, lambda *_: case.train(files, when), tmp_path, MDFUSE_TIMEOUT_S="10")
     statuses = forked.wait(240)
     dead = {*when}
-    assert {r for r, x in statuses.items() if x} == dead, (when, forked.said(min({0, 1} - dead)))
+    said = "\n".join(f"rank {r}:\n{forked.said(r)}" for r in range(case.ranks))
+    assert {r for r, x in statuses.items() if x} == dead, (when, said)
     of_any: dict[int, float] = {}
     for rank in {*range(case.ranks)} - dead:
         losses, sizes = said_losses(forked.said(rank))
