@@ -177,7 +177,12 @@ def _chosen(
     blocked, law = _by_labels(expr, values, laws, operands, in_blocks, taken), laws[0]
     if blocked is None or law is None or law.partial_axes:
         return blocked
-    return min((plain, blocked), key=lambda x: (moved(x, expr, values, law), x.result != law))
+    return min((blocked, plain), key=lambda x: (moved(x, expr, values, law), _posts(x, values, law)))
+
+
+def _posts(way: Strategy, values: Mapping[str, Value], law: Layout) -> int:
+    """Return how many of operands and result change their layouts."""
+    return sum(values[x].layout != to for x, to in way.wanted.items()) + (way.result != law)
 
 
 def moved(way: Strategy, expr: Expr, values: Mapping[str, Value], law: Layout) -> int:

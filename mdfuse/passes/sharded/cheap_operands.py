@@ -1,6 +1,6 @@
 """Compute a result as its readers need it, where that takes fewer bytes of its operands.
 
-Whole, instead of split, if it is elementwise, and operands that are repeated are smaller:
+Whole, or split along another dim, if it is elementwise, and operands that are repeated are smaller:
 
     %w: f32[64,8,1] (tp=S0)
     %dy: f32[64,8,16] (tp=S0) = expand(%d)          # one row for eight
@@ -8,7 +8,7 @@ Whole, instead of split, if it is elementwise, and operands that are repeated ar
 ->
     %z: f32[64,8,16] (tp=R) = mul(%dy, %w)          # of both operands, gathered
 
-An operand that others read whole as well is gathered for them anyway.
+An operand that others read so as well is brought there for them anyway.
 
 As terms, instead of whole, if it is added to a Partial:
 
@@ -29,7 +29,7 @@ from mdfuse.extents.extent import is_symbolic
 from mdfuse.ir.dims import pointwise
 from mdfuse.ir.graph import Expr, Fusion
 from mdfuse.ir.ops import TABLE
-from mdfuse.layouts.layout import Layout, Partial, Replicate, Shard, commute
+from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard, commute
 from mdfuse.passes.prices import move_cost
 from mdfuse.passes.propagate_layouts import anew
 from mdfuse.passes.strategy import choose, choose_here, moved, read_layouts
@@ -38,11 +38,11 @@ name = "gather_factors"
 
 
 def run(fusion: Fusion) -> Fusion:
-    """Return the fusion in which such results are computed whole."""
+    """Return the fusion in which such results are computed as they are read."""
     done: set[str] = set()
-    while whole := {x: to for e in fusion.exprs for x, to in _whole(fusion, e) if x not in done}:
-        done |= whole.keys()
-        fusion = anew(fusion.with_layouts(whole), whole.keys())
+    while read := {x: to for e in fusion.exprs for x, to in _as_read(fusion, e) if x not in done}:
+        done |= read.keys()
+        fusion = anew(fusion.with_layouts(read), read.keys())
     return fusion
 
 
@@ -59,11 +59,11 @@ def _is_free(fusion: Fusion, value: str) -> bool:
     return not of.is_law and of.stream is None and value not in fusion.outputs
 
 
-# -- whole -----------------------------------------------------------------------------------------
+# -- as read ---------------------------------------------------------------------------------------
 
 
-def _whole(fusion: Fusion, expr: Expr) -> Iterator[tuple[str, Layout]]:
-    """Yield the result of an elementwise op, and its layout, where its operands are gathered."""
+def _as_read(fusion: Fusion, expr: Expr) -> Iterator[tuple[str, Layout]]:
+    """Yield the result of an elementwise op in the layout that all read, where operands move so."""
     if TABLE[expr.op].rule is not pointwise or len(expr.reads) < 2:
         return
     out, operands = fusion.values[expr.outputs[0]], [fusion.values[x] for x in expr.reads]
@@ -80,36 +80,44 @@ def _whole(fusion: Fusion, expr: Expr) -> Iterator[tuple[str, Layout]]:
     for axis in out.layout.mesh.axes:
         if not isinstance(out.layout.placement(axis), Shard):
             continue
-        is_asked = _all_need_whole(fusion, out.name, axis)
-        if is_asked and _gathered(fusion, out.name, axis) > _price(fusion, expr, axis):
-            yield out.name, out.layout.with_placement(axis, Replicate())
+        goal = _wanted_by_all(fusion, out.name, axis)
+        if goal is not None and _moved(fusion, out.name, goal) > _price(fusion, expr, goal):
+            yield out.name, goal
             return
 
 
-def _all_need_whole(fusion: Fusion, value: str, axis: str) -> bool:
-    readers = fusion.consumers[value]
-    return bool(readers) and all(_reads_whole(fusion, r, value, axis) for r in readers)
+def _wanted_by_all(fusion: Fusion, value: str, axis: str) -> Layout | None:
+    """Return the layout of a value in which all read it along an axis; None where that is its."""
+    wanted = {_read_along(fusion, r, value, axis) for r in fusion.consumers[value]}
+    to, layout = wanted.pop() if len(wanted) == 1 else None, fusion.layout(value)
+    if to is None or to == layout.placement(axis) or isinstance(to, Partial):
+        return None
+    if isinstance(to, Shard) and layout.split_axes(to.dim):
+        return None  # the order of axes in one dim is its readers' to choose
+    return layout.with_placement(axis, to)
 
 
-def _reads_whole(fusion: Fusion, reader: Expr, value: str, axis: str) -> bool:
+def _read_along(fusion: Fusion, reader: Expr, value: str, axis: str) -> Placement | None:
     wanted = read_layouts(reader, fusion)[value]
-    is_here = wanted.mesh == fusion.layout(value).mesh
-    return is_here and wanted.placement(axis) == Replicate()
+    is_here = wanted.mesh == fusion.layout(value).mesh and not wanted.reaches
+    return wanted.placement(axis) if is_here else None
 
 
-def _price(fusion: Fusion, expr: Expr, axis: str) -> int:
-    """Return what arrives where the operands that nobody else gathers are gathered."""
+def _price(fusion: Fusion, expr: Expr, goal: Layout) -> int:
+    """Return what arrives where operands that nobody else reads so are brought to a goal."""
+    out = replace(fusion.values[expr.outputs[0]], layout=goal)
+    strategy = choose_here(expr, {**fusion.values, out.name: out})
+    assert strategy is not None
     others = {x: [r for r in fusion.consumers[x] if r is not expr] for x in expr.reads}
     return sum(
-        _gathered(fusion, x, axis)
+        _moved(fusion, x, strategy.wanted[x])
         for x, readers in others.items()
-        if not any(_reads_whole(fusion, r, x, axis) for r in readers)
+        if not any(read_layouts(r, fusion)[x] == strategy.wanted[x] for r in readers)
     )
 
 
-def _gathered(fusion: Fusion, value: str, axis: str) -> int:
-    layout = fusion.layout(value)
-    return move_cost(fusion.values[value], layout, layout.with_placement(axis, Replicate()))
+def _moved(fusion: Fusion, value: str, to: Layout) -> int:
+    return move_cost(fusion.values[value], fusion.layout(value), to)
 
 
 # -- as terms --------------------------------------------------------------------------------------
