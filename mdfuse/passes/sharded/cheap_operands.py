@@ -18,6 +18,14 @@ As terms, instead of whole, if it is added to a Partial:
 ->
     %k: f32[8,16] (tp=P(sum)) = matmul(%dk, %b)
     %x: f32[8,16] (tp=P(sum)) = add(%q, %k)
+
+So are sums of terms and of other values, where they are added to further terms:
+
+    %a: f32[8,16] (tp=R) = add(%x, %p)              # %p is (tp=P(sum)), %x is not
+    %y: f32[8,16] (tp=R) = add(%a, %q)              # and so is %q: it is all-reduced, too
+->
+    %a: f32[8,16] (tp=P(sum)) = add(%x, %p)         # %x is a term of one rank
+    %y: f32[8,16] (tp=P(sum)) = add(%a, %q)
 """
 
 from __future__ import annotations
@@ -48,7 +56,7 @@ def run(fusion: Fusion) -> Fusion:
 
 def with_terms(fusion: Fusion) -> Fusion:
     """Return the fusion in which results that are added to a Partial are terms."""
-    while terms := {x: to for e in fusion.exprs for x, to in _terms(fusion, e)}:
+    while terms := {x: to for e in fusion.exprs for x, to in _terms(fusion, e)} or _sums(fusion):
         fusion = anew(fusion.with_layouts(terms), terms.keys())
     return fusion
 
@@ -128,11 +136,7 @@ def _terms(fusion: Fusion, expr: Expr) -> Iterator[tuple[str, Layout]]:
 
     Each is read by the sum alone, which is then Partial itself.
     """
-    if TABLE[expr.op].partial != "sum" or len(expr.reads) != len(expr.inputs):
-        return
-    if not all(fusion.values[x].is_tensor and _is_alone(fusion, x) for x in expr.reads):
-        return
-    if len({fusion.layout(x).mesh for x in expr.reads}) != 1:
+    if not _is_sum(fusion, expr) or not all(_is_alone(fusion, x) for x in expr.reads):
         return
     for axis in fusion.layout(expr.reads[0]).mesh.axes:
         others = [x for x in expr.reads if fusion.layout(x).placement(axis) != Partial()]
@@ -144,6 +148,59 @@ def _terms(fusion: Fusion, expr: Expr) -> Iterator[tuple[str, Layout]]:
         if all(_may_be_term(fusion, x, axis, goal) for x, goal in goals.items()):
             yield from goals.items()
             return  # another axis looks at the layouts that these become
+
+
+def _is_sum(fusion: Fusion, expr: Expr) -> bool:
+    """Return whether an expression adds tensors up, all of one mesh."""
+    if TABLE[expr.op].partial != "sum" or len(expr.reads) != len(expr.inputs):
+        return False
+    operands = [fusion.values[x] for x in expr.reads]
+    meshes = {x.layout.mesh if x.layout is not None else None for x in operands}
+    return all(x.is_tensor for x in operands) and len(meshes) == 1
+
+
+def _sums(fusion: Fusion) -> dict[str, Layout]:
+    """Return sums that add terms to other values, as terms, where further terms are added behind.
+
+    What each adds up is then reduced once, with all that is added to it.
+    """
+    #: (sum, axis) -> what it adds up of terms
+    of_terms: dict[tuple[str, str], list[str]] = {}
+    goals: dict[str, Layout] = {}
+    for expr in fusion.exprs:
+        if not _is_sum(fusion, expr) or not fusion.values[expr.output].is_tensor:
+            continue
+        layout = fusion.layout(expr.output)
+        for axis in layout.mesh.axes:
+            under = [
+                x
+                for x in expr.reads
+                if _is_alone(fusion, x)
+                and (fusion.layout(x).placement(axis) == Partial() or (x, axis) in of_terms)
+            ]
+            if len(under) > 1:
+                goals = {**_as_terms(fusion, axis, under, of_terms), **goals}
+            is_open = under and layout.placement(axis) != Partial() and _is_free(fusion, expr.output)
+            if is_open and commute(("sum", *layout.reduce_ops.values())):
+                of_terms[expr.output, axis] = under
+    return goals
+
+
+def _as_terms(
+    fusion: Fusion, axis: str, under: list[str], of_terms: dict[tuple[str, str], list[str]]
+) -> dict[str, Layout]:
+    """Return the sums below a sum, from the last to the first, with their layouts as terms."""
+    goals, asked = dict[str, Layout](), [*under]
+    for x in asked:  # which grows
+        if (x, axis) in of_terms:
+            goals[x] = fusion.layout(x).with_placement(axis, Partial())
+            asked += of_terms[x, axis]
+    values = fusion.with_layouts(goals).values
+    for x, goal in goals.items():
+        strategy = choose(fusion.producers[x], values, goal)
+        if strategy is None or strategy.result != goal:
+            return {}
+    return goals
 
 
 def _is_alone(fusion: Fusion, value: str) -> bool:
@@ -158,7 +215,7 @@ def _may_be_term(fusion: Fusion, value: str, axis: str, goal: Layout) -> bool:
         return False
     if TABLE[producer.op].partial == "quotient":  # terms by 0 are infinite, of any sign
         return False
-    if not _is_free(fusion, value) or layout.placement(axis) != Replicate():
+    if not _is_free(fusion, value) or isinstance(layout.placement(axis), Partial):
         return False
     as_term = choose(producer, {**fusion.values, value: replace(out, layout=None)}, goal)
     as_whole = choose_here(producer, fusion.values)
