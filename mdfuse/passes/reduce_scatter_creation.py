@@ -92,11 +92,16 @@ def _spared(
     """Return what arrives less where a result, and what it alone is made of, is computed split."""
     if expr.op == "set" or len(expr.outputs) > 1:
         return 0
-    old, new = _strategy(expr, values), choose_here(expr, {**values, out.name: replace(out, layout=goal)})
+    old, new = (
+        _strategy(expr, values),
+        choose_here(expr, {**values, out.name: replace(out, layout=goal)}),
+    )
     assert new is not None and out.layout is not None
     total = moved(old, expr, values, out.layout) - moved(new, expr, values, goal)
     for x in expr.reads:
-        is_alone = len(fusion.consumers[x]) == 1 and x in fusion.producers and x not in fusion.outputs
+        is_alone = (
+            len(fusion.consumers[x]) == 1 and x in fusion.producers and x not in fusion.outputs
+        )
         value, there = values[x], new.wanted[x]
         if is_alone and not value.is_law and value.layout and _is_slice(value.layout, there):
             total += _spared(fusion, fusion.producers[x], value, there, values)

@@ -177,12 +177,13 @@ def _chosen(
     blocked, law = _by_labels(expr, values, laws, operands, in_blocks, taken), laws[0]
     if blocked is None or law is None or law.partial_axes:
         return blocked
-    return min((blocked, plain), key=lambda x: (moved(x, expr, values, law), _posts(x, values, law)))
+    return min((plain, blocked), key=lambda x: _price(x, expr, values, law))
 
 
-def _posts(way: Strategy, values: Mapping[str, Value], law: Layout) -> int:
-    """Return how many of operands and result change their layouts."""
-    return sum(values[x].layout != to for x, to in way.wanted.items()) + (way.result != law)
+def _price(way: Strategy, expr: Expr, values: Mapping[str, Value], law: Layout) -> tuple[int, ...]:
+    """Return the cost of a way, then whether its result changes, and how many operands do."""
+    changed = sum(values[x].layout != to for x, to in way.wanted.items())
+    return moved(way, expr, values, law), way.result != law, changed
 
 
 def moved(way: Strategy, expr: Expr, values: Mapping[str, Value], law: Layout) -> int:

@@ -72,7 +72,8 @@ def _is_free(fusion: Fusion, value: str) -> bool:
 
 def _as_read(fusion: Fusion, expr: Expr) -> Iterator[tuple[str, Layout]]:
     """Yield the result of an elementwise op in the layout that all read, where operands move so."""
-    if TABLE[expr.op].rule is not pointwise or len(expr.reads) < 2:
+    is_expansion = expr.op == "expand"
+    if not is_expansion and (TABLE[expr.op].rule is not pointwise or len(expr.reads) < 2):
         return
     out, operands = fusion.values[expr.outputs[0]], [fusion.values[x] for x in expr.reads]
     if out.layout is None or not _is_free(fusion, out.name):
@@ -83,13 +84,16 @@ def _as_read(fusion: Fusion, expr: Expr) -> Iterator[tuple[str, Layout]]:
         return
     if any(is_symbolic(x.shape) for x in (out, *operands)):
         return  # each comparison would be a guard
-    if all(x.bytes >= out.bytes for x in operands):
+    if not is_expansion and all(x.bytes >= out.bytes for x in operands):
         return
     for axis in out.layout.mesh.axes:
         if not isinstance(out.layout.placement(axis), Shard):
             continue
         goal = _wanted_by_all(fusion, out.name, axis)
-        if goal is not None and _moved(fusion, out.name, goal) > _price(fusion, expr, goal):
+        # One element of an expansion would travel, which is the operand; loops have no form for it.
+        if goal is not None and _moved(fusion, out.name, goal) + is_expansion > _price(
+            fusion, expr, goal
+        ):
             yield out.name, goal
             return
 
@@ -168,9 +172,11 @@ def _sums(fusion: Fusion) -> dict[str, Layout]:
     of_terms: dict[tuple[str, str], list[str]] = {}
     goals: dict[str, Layout] = {}
     for expr in fusion.exprs:
-        if not _is_sum(fusion, expr) or not fusion.values[expr.output].is_tensor:
+        if not _is_sum(fusion, expr):
             continue
         layout = fusion.layout(expr.output)
+        if layout.mesh != fusion.layout(expr.reads[0]).mesh:
+            continue
         for axis in layout.mesh.axes:
             under = [
                 x
@@ -180,7 +186,9 @@ def _sums(fusion: Fusion) -> dict[str, Layout]:
             ]
             if len(under) > 1:
                 goals = {**_as_terms(fusion, axis, under, of_terms), **goals}
-            is_open = under and layout.placement(axis) != Partial() and _is_free(fusion, expr.output)
+            is_open = (
+                under and layout.placement(axis) != Partial() and _is_free(fusion, expr.output)
+            )
             if is_open and commute(("sum", *layout.reduce_ops.values())):
                 of_terms[expr.output, axis] = under
     return goals
