@@ -77,12 +77,12 @@ def _in_parts(
     split, brought = {**values, out.name: replace(out, layout=goal)}, 0
     for reader in fusion.consumers[out.name]:
         if _strategy(reader, values).wanted[out.name] == layout:
-            result = values[reader.outputs[0]]
+            law = values[reader.outputs[0]].layout
             strategy = None if reader.op == "set" else choose_here(reader, split)
             if strategy is None or strategy.wanted[out.name] != goal or len(reader.outputs) > 1:
                 return None
-            assert result.layout is not None
-            brought += moved(strategy, reader, split, result.layout)
+            assert law is not None
+            brought += moved(strategy, reader, split, law)
     return goal if brought < _spared(fusion, expr, out, goal, values) else None
 
 

@@ -37,7 +37,7 @@ from mdfuse.extents.extent import is_symbolic
 from mdfuse.ir.dims import pointwise
 from mdfuse.ir.graph import Expr, Fusion
 from mdfuse.ir.ops import TABLE
-from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard, commute
+from mdfuse.layouts.layout import Layout, Partial, Placement, Shard, commute
 from mdfuse.passes.prices import move_cost
 from mdfuse.passes.propagate_layouts import anew
 from mdfuse.passes.strategy import choose, choose_here, moved, read_layouts
@@ -47,10 +47,10 @@ name = "gather_factors"
 
 def run(fusion: Fusion) -> Fusion:
     """Return the fusion in which such results are computed as they are read."""
-    done: set[str] = set()
-    while read := {x: to for e in fusion.exprs for x, to in _as_read(fusion, e) if x not in done}:
-        done |= read.keys()
-        fusion = anew(fusion.with_layouts(read), read.keys())
+    chosen: dict[str, Layout] = {}
+    while read := {x: to for e in fusion.exprs for x, to in _as_read(fusion, e) if x not in chosen}:
+        chosen |= read
+        fusion = anew(fusion.with_layouts(chosen), chosen.keys())
     return fusion
 
 

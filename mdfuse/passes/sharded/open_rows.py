@@ -36,17 +36,22 @@ _VIEWS = ("reshape", "squeeze", "unsqueeze")
 #: Operations that may read rows as one dim: gradients of matrices.
 _OF_MATRICES = ("permute", "matmul")
 
+#: Products of rows, and what compares the numbers of a row.
+_PRODUCTS, _ALONG = ("linear", "matmul"), ("softmax", "log_softmax")
+
 Rows = tuple[int, ...]
+#: The operands of an expression, and its attributes that change.
+_Form = tuple[list[Operand], dict[str, object]]
 
 
 def run(fusion: Fusion) -> Fusion:
     """Return the fusion with such rows as several dims."""
     for rows in dict.fromkeys(rows for e in fusion.exprs if (rows := _lost(fusion, e))):
-        opened = _Opened(fusion, rows)
-        result = opened.fusion()
-        if result is not None:
-            new = {x for e in result.exprs for x in e.outputs if x not in fusion.values}
-            fusion = anew(result, new | opened.again)
+        form = _OpenRows(fusion, rows)
+        with_rows = form.fusion()
+        if with_rows is not None:
+            new = {x for e in with_rows.exprs for x in e.outputs if x not in fusion.values}
+            fusion = anew(with_rows, new | form.again)
     return fusion
 
 
@@ -80,7 +85,7 @@ def _is_of_matrix(expr: Expr) -> bool:
 
 
 @dataclass
-class _Opened:
+class _OpenRows:
     """A fusion under construction, in which some values have their rows as several dims.
 
     Attributes:
@@ -115,95 +120,85 @@ class _Opened:
     def _open(self, e: Expr) -> bool:
         """Append an expression with rows as several dims, if there is such a form."""
         value = self.of.values[e.outputs[0]]
-        is_free = not value.is_law and value.like is None and value.stream is None
-        if len(e.outputs) > 1 or not value.is_tensor or not is_free or value.name in self.fixed:
+        if len(e.outputs) > 1 or not value.is_tensor or value.stream is not None:
             return False
         is_flat = bool(value.shape) and value.shape[0] == self.count
+        is_free = not value.is_law and value.like is None and value.name not in self.fixed
+        if is_flat and not is_free:
+            return False
         if is_flat and e.op == "reshape" and _merged(self.of, e) == self.rows:
-            self.opened[value.name] = self._view_of(e)
+            self.opened[value.name] = e.reads[0]
             return True
         if not any(x in self.opened for x in e.reads):
             return False
         if e.op == "reshape" and value.shape[: len(self.rows)] == self.rows:
-            self._view_back(e)
-        elif (form := self._form(e, value, is_flat)) is None:
+            self.maker.op(e, "reshape", self.opened[e.reads[0]], last=True, shape=value.shape)
+            self._infer_again(value)
+            return True
+        form = self._form(e, value, is_flat)
+        if form is None:
             return False
+        inputs, attrs = form
+        name = self.maker.op(e, e.op, *inputs, last=not is_flat, **{**e.kwargs, **attrs})
+        if is_flat:
+            self.opened[value.name] = name
         else:
-            inputs, attrs = form
-            name = self.maker.op(e, e.op, *inputs, last=not is_flat, **{**e.kwargs, **attrs})
-            if is_flat:
-                self.opened[value.name] = name
-            else:
-                self._infer_again(value)
+            self._infer_again(value)
         return True
 
-    def _view_of(self, e: Expr) -> str:
-        """Return what a view makes one dim of rows: its operand, as opened rows if it is."""
-        (x,) = e.reads
-        return x
-
-    def _view_back(self, e: Expr) -> None:
-        """Append a view of opened rows that has them as several dims."""
-        (x,), shape = e.reads, self.of.values[e.output].shape
-        self.maker.op(e, "reshape", self.opened[x], last=True, shape=shape)
-        self._infer_again(self.of.values[e.output])
-
     def _infer_again(self, value: Value) -> None:
-        self.again.add(value.name)
-        self.maker.values[value.name] = replace(value, layout=None)
+        if not value.is_law and value.like is None:
+            self.again.add(value.name)
+            self.maker.values[value.name] = replace(value, layout=None)
 
-    def _form(
-        self, e: Expr, value: Value, is_flat: bool
-    ) -> tuple[list[Operand], dict[str, object]] | None:
+    def _form(self, e: Expr, value: Value, is_flat: bool) -> _Form | None:
         """Return the operands and the changed attributes of an expression; None: it has no form."""
-        more, kwargs = len(self.rows) - 1, e.kwargs
-        first, *others = e.inputs
-        shape = self.of.values[e.reads[0]].shape
-        if is_flat and e.op != "expand" and TABLE[e.op].rule is pointwise:
+        op, added = TABLE[e.op], len(self.rows) - 1
+        if is_flat and e.op != "expand" and op.rule is pointwise and op.localize is None:
             inputs = [*self._operands(e, len(value.shape))]
             return (inputs, {}) if len(inputs) == len(e.inputs) else None
+        first, *others = e.inputs
         if first not in self.opened or any(x in self.opened for x in others):
             return None
-        inputs = [self.opened[str(first)], *others]
-        opened = (*self.rows, *value.shape[1:])
-        if is_flat and e.op == "expand" and len(shape) == len(value.shape):
-            return inputs, {"shape": opened}
-        if is_flat and e.op in _VIEWS:
-            return self._reshaped(e, opened)
-        if is_flat and e.op in ("linear", "matmul") and len(self._shape(others[0])) == 2:
-            return inputs, {}
-        if is_flat and e.op in ("softmax", "log_softmax") and kwargs["dim"] % len(shape):
-            return inputs, {"dim": kwargs["dim"] % len(shape) + more}
-        if TABLE[e.op].partial == "reduce" or {"dims", "keepdim"} <= kwargs.keys():
+        inputs, shape = [self.opened[str(first)], *others], self._shape(first)
+        if {"dims", "keepdim"} <= {a.name for a in op.attrs}:
             return self._reduced(e, inputs, shape, is_flat)
+        if not is_flat:
+            return None
+        opened = (*self.rows, *value.shape[1:])
+        if e.op == "expand" and len(shape) == len(value.shape):
+            return inputs, {"shape": opened}
+        if e.op in _VIEWS:
+            return self._viewed(e, inputs, opened)
+        if e.op in _PRODUCTS and len(shape) > 1 and len(self._shape(others[0])) == 2:
+            return inputs, {}
+        if e.op in _ALONG and e.kwargs["dim"] % len(shape):
+            return inputs, {"dim": e.kwargs["dim"] % len(shape) + added}
         return None
 
-    def _reduced(
-        self, e: Expr, inputs: list[Operand], shape: Rows, is_flat: bool
-    ) -> tuple[list[Operand], dict[str, object]] | None:
-        """Return the form of a reduction, of rows or of another dim."""
-        more, dims = len(self.rows) - 1, reduced_dims(e.kwargs.get("dims"), len(shape))
-        is_of_rows = 0 in dims
-        if is_of_rows and (is_flat or e.kwargs.get("keepdim")):
+    def _reduced(self, e: Expr, inputs: list[Operand], shape: Rows, is_flat: bool) -> _Form | None:
+        """Return the form of a reduction, of rows or of other dims."""
+        added, dims = len(self.rows) - 1, reduced_dims(e.kwargs.get("dims"), len(shape))
+        if 0 in dims and (is_flat or e.kwargs.get("keepdim")):
             return None
-        opened = [*range(more + 1)] if is_of_rows else []
-        return inputs, {"dims": (*opened, *(d + more for d in dims if d))}
+        of_rows = [*range(added + 1)] if 0 in dims else []
+        return inputs, {"dims": (*of_rows, *(d + added for d in dims if d))}
 
-    def _reshaped(self, e: Expr, shape: Rows) -> tuple[list[Operand], dict[str, object]] | None:
+    def _viewed(self, e: Expr, inputs: list[Operand], shape: Rows) -> _Form | None:
+        """Return the form of a view that keeps rows."""
         if e.op == "reshape":
-            return [self.opened[e.reads[0]]], {"shape": shape}
-        more = len(self.rows) - 1
-        ndim = len(self.of.values[e.reads[0 if e.op == "squeeze" else 0]].shape)
+            return inputs, {"shape": shape}
+        added, ndim = len(self.rows) - 1, len(self._shape(e.inputs[0]))
         ndim += len(e.kwargs["dims"]) * (e.op == "unsqueeze")
         dims = [d % ndim for d in e.kwargs["dims"]]
-        if 0 in dims:
-            return None
-        return [self.opened[e.reads[0]]], {"dims": tuple(d + more for d in dims)}
+        return None if 0 in dims else (inputs, {"dims": tuple(d + added for d in dims)})
 
     def _operands(self, e: Expr, ndim: int) -> Iterator[Operand]:
         """Yield the operands of an elementwise operation; fewer, where some have no such form."""
         for x in e.inputs:
             shape = self._shape(x)
+            if x in self.opened and len(shape) < ndim:  # rows are compared with another dim
+                return
             if x in self.opened:
                 yield self.opened[str(x)]
             elif len(shape) < ndim:
