@@ -313,7 +313,10 @@ def _without(labels: Labels, whole: Set[int | None]) -> Labels:
 
 
 def _mesh(operands: Sequence[Operand], laws: Sequence[Layout | None]) -> DeviceMesh | None:
-    """Return the mesh of an expression: of several a law's, else the one with most bytes."""
+    """Return the mesh of an expression: of several a law's, else the one with most bytes.
+
+    Numbers without dims meet where the last of them is: a running sum travels, not each addend.
+    """
     weight: dict[DeviceMesh, int] = {}
     for o in operands:
         if o.layout is not None:
@@ -321,7 +324,8 @@ def _mesh(operands: Sequence[Operand], laws: Sequence[Layout | None]) -> DeviceM
     for law in laws:
         if law is not None and (law.mesh in weight or not weight):
             return law.mesh
-    return max(weight, key=lambda m: weight[m]) if weight else None
+    meshes = [*weight] if any(o.value.shape for o in operands) else [*reversed(weight)]
+    return max(meshes, key=lambda m: weight[m]) if meshes else None
 
 
 def _splits(
