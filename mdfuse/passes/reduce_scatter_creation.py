@@ -90,21 +90,18 @@ def _spared(
     fusion: Fusion, expr: Expr, out: Value, goal: Layout, values: Mapping[str, Value]
 ) -> int:
     """Return what arrives less where a result, and what it alone is made of, is computed split."""
-    if expr.op == "set" or len(expr.outputs) > 1:
-        return 0
-    old, new = (
-        _strategy(expr, values),
-        choose_here(expr, {**values, out.name: replace(out, layout=goal)}),
-    )
-    assert new is not None and out.layout is not None
-    total = moved(old, expr, values, out.layout) - moved(new, expr, values, goal)
-    for x in expr.reads:
-        is_alone = (
-            len(fusion.consumers[x]) == 1 and x in fusion.producers and x not in fusion.outputs
-        )
-        value, there = values[x], new.wanted[x]
-        if is_alone and not value.is_law and value.layout and _is_slice(value.layout, there):
-            total += _spared(fusion, fusion.producers[x], value, there, values)
+    asked, total = [(expr, out, goal)], 0
+    for maker, result, to in asked:  # which grows
+        split = choose_here(maker, {**values, result.name: replace(result, layout=to)})
+        if maker.op == "set" or len(maker.outputs) > 1 or split is None or result.layout is None:
+            continue
+        total += moved(_strategy(maker, values), maker, values, result.layout)
+        total -= moved(split, maker, values, to)
+        for x, there in split.wanted.items():
+            value, producer = values[x], fusion.producers.get(x)
+            is_alone = len(fusion.consumers[x]) == 1 and x not in fusion.outputs
+            if producer is not None and is_alone and not value.is_law and value.layout is not None:
+                asked += [(producer, value, there)] if _is_slice(value.layout, there) else []
     return total
 
 
