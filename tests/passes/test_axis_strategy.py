@@ -380,6 +380,26 @@ def test_a_norm_of_gradients_split_differently_is_one_reduction(order: list[int]
         torch.testing.assert_close(y, x * min(1.0, float(1 / (want + 1e-6))))
 
 
+def test_a_norm_of_gradients_of_two_stages_is_sent_once_each_way() -> None:
+    """The running sum travels to the second stage, and the norm back; no square does."""
+    first, second = DeviceMesh([0, 1], ("tp",)), DeviceMesh([2, 3], ("tp",))
+    given = [torch.randn(4, 6) for _ in range(6)]
+    with mf.FusionDefinition("clip") as fd:
+        grads = [
+            fd.define_tensor([4, 6], mesh=first if n < 3 else second, layout={"tp": Shard(0)})
+            for n in range(6)
+        ]
+        for value in mf.optim.clip_by_global_norm(grads, 1.0)[0]:
+            fd.add_output(value)
+    program = mf.compile(fd)
+    between = [c for c in program.communications if c.source.mesh != c.destination.mesh]
+    assert [c.kind for c in between] == ["Reduce", "Broadcast", "Broadcast"], program
+    norm = torch.stack([x.norm() for x in given]).norm()
+    results = mf.simulate(program, given, options=mf.Options(poison=True)).outputs
+    for x, y in zip(given, results, strict=True):
+        torch.testing.assert_close(y, x * min(1.0, float(1 / (norm + 1e-6))))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
 def test_a_replicated_addend_is_added_once(dtype: torch.dtype) -> None:
     mesh = DeviceMesh.arange(dp=2, tp=3)
