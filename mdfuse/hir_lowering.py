@@ -60,6 +60,7 @@ from mdfuse.passes.sharded import (
     cheap_operands,
     context,
     keep_splits,
+    open_rows,
     share_heads,
     split_scans,
     sum_rows,
@@ -79,6 +80,8 @@ PASSES: tuple[tuple[str, Pass], ...] = (
     (propagate_layouts.name, propagate_layouts.run),
     # Needs to know who has which heads; the gradients that it leaves out are no Partials.
     (share_heads.name, share_heads.run),
+    # Needs to know which dims a view would gather; the next pass sees views that are left.
+    (open_rows.name, open_rows.run),
     # Needs to know which dims a view would gather; its results yield Partials.
     (sum_rows.name, sum_rows.run),
     # Needs to know the split dims that an op needs whole; its results yield Partials.

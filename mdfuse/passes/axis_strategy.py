@@ -201,7 +201,8 @@ def _passes_partial(
     if rule == "sum":  # a number would be added on every rank
         tensors = {o.value.name for o in operands}
         every = tensors.issuperset(x for x in expr.inputs if x is not None)
-        return op if every and (alike or _is_sum_of_scalars(out, placements)) else None
+        asked = result.wanted(axis) == Partial()
+        return op if every and (alike or asked or _is_sum_of_scalars(out, placements)) else None
     asked = rule != "quotient" or isinstance(result.wanted(axis), Partial)
     return op if alone and asked else None
 
@@ -254,7 +255,7 @@ def _is_less(gathered: Sequence[Value], reduced: Sequence[Value], terms: Sequenc
 def _is_sum_of_scalars(out: Value, placements: Sequence[Placement | None]) -> bool:
     """Return whether replicated addends become terms of one rank, which makes one reduction of all.
 
-    A larger value would be copied for that.
+    A larger value would be copied for that, which is done where the result is to be terms.
     """
     return not out.shape and all(p in (Partial(), Replicate()) for p in placements)
 

@@ -68,7 +68,10 @@ def _price(
                 arriving.append(arriving[0] - _spared(o, there, goal, moved))
             total = total + min(arriving, key=_most)
     for layout, r in zip(yielded, results, strict=True):
-        total = total + moved(layout, r.law or _settled(layout, axes, r, operands), r.value)
+        goal = r.law or _settled(layout, axes, r, operands)
+        total = total + moved(layout, goal, r.value)
+        # An expansion travels as its operand, which may as well; sets in loops take it whole.
+        total = total + bool(r.value.expanded and layout != goal)
     return _most(total)
 
 

@@ -1,10 +1,18 @@
-"""Split inferred values of which every reader wants the same part.
+"""Split inferred values of which every reader wants the same part, or takes it for few bytes.
 
     %y: f32[8,16] (tp=R) = add(%p, %b)              # %p is (tp=P(sum))
     %z: f32[8,16] (tp=S0)! = set(%y)
 ->
     %y: f32[8,16] (tp=S0) = add(%p, %b)             # %p is reduce-scattered, not all-reduced
     %z: f32[8,16] (tp=S0)! = set(%y)
+
+A reader that adds the value up would take it whole, since it is, but may add up parts:
+
+    %c: f32[16] (tp=R) = sum(%y, dims=[0])          # %y is (tp=R), all-reduced
+->
+    %c: f32[16] (tp=P(sum)) = sum(%y, dims=[0])     # %y is (tp=S0): 16 terms are all-reduced
+
+This is done where the terms take fewer bytes than what is spared before the value.
 """
 
 from __future__ import annotations
@@ -12,9 +20,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from mdfuse.extents.extent import is_symbolic
 from mdfuse.ir.graph import Expr, Fusion, Value
 from mdfuse.layouts.layout import Layout, Replicate, Shard
-from mdfuse.passes.strategy import Strategy, choose_here
+from mdfuse.passes.strategy import Strategy, choose_here, moved
 
 name = "reduce_scatter_creation"
 
@@ -37,9 +46,9 @@ def run(fusion: Fusion) -> Fusion:
             wanted.add(strategy.wanted[name])
         layout = out.layout
         assert layout is not None
-        if len(wanted) != 1:
+        goal = wanted.pop() if len(wanted) == 1 else _in_parts(fusion, expr, out, wanted, values)
+        if goal is None:
             continue
-        goal = wanted.pop()
         if layout.partial_axes:
             layout = _without_terms(expr, out, layout, goal, values)
             if layout is not out.layout:
@@ -51,6 +60,49 @@ def run(fusion: Fusion) -> Fusion:
             continue
         values[name] = replace(out, layout=_pushed(expr, out, goal, values))
     return replace(fusion, values=values)
+
+
+def _in_parts(
+    fusion: Fusion, expr: Expr, out: Value, wanted: set[Layout], values: Mapping[str, Value]
+) -> Layout | None:
+    """Return the part that some readers want, where all others take it, and that is fewer bytes."""
+    layout = out.layout
+    assert layout is not None
+    goals = wanted - {layout}
+    goal = goals.pop() if len(goals) == 1 and layout in wanted else None
+    if goal is None or goal.reaches or layout.partial_axes or not _is_slice(layout, goal):
+        return None
+    if any(is_symbolic(values[x].shape) for x in (out.name, *expr.reads) if values[x].is_tensor):
+        return None  # each comparison would be a guard
+    split, brought = {**values, out.name: replace(out, layout=goal)}, 0
+    for reader in fusion.consumers[out.name]:
+        if _strategy(reader, values).wanted[out.name] == layout:
+            law = values[reader.outputs[0]].layout
+            strategy = None if reader.op == "set" else choose_here(reader, split)
+            if strategy is None or strategy.wanted[out.name] != goal or len(reader.outputs) > 1:
+                return None
+            assert law is not None
+            brought += moved(strategy, reader, split, law)
+    return goal if brought < _spared(fusion, expr, out, goal, values) else None
+
+
+def _spared(
+    fusion: Fusion, expr: Expr, out: Value, goal: Layout, values: Mapping[str, Value]
+) -> int:
+    """Return what arrives less where a result, and what it alone is made of, is computed split."""
+    asked, total = [(expr, out, goal)], 0
+    for maker, result, to in asked:  # which grows
+        split = choose_here(maker, {**values, result.name: replace(result, layout=to)})
+        if maker.op == "set" or len(maker.outputs) > 1 or split is None or result.layout is None:
+            continue
+        total += moved(_strategy(maker, values), maker, values, result.layout)
+        total -= moved(split, maker, values, to)
+        for x, there in split.wanted.items():
+            value, producer = values[x], fusion.producers.get(x)
+            is_alone = len(fusion.consumers[x]) == 1 and x not in fusion.outputs
+            if producer is not None and is_alone and not value.is_law and value.layout is not None:
+                asked += [(producer, value, there)] if _is_slice(value.layout, there) else []
+    return total
 
 
 def _strategy(expr: Expr, values: Mapping[str, Value]) -> Strategy:

@@ -20,7 +20,8 @@ A factor is multiplied into the sum, not into its terms, which it might round, o
 
 unless the terms take fewer bytes behind it, as where they are added up further.
 
-What is added to a Partial becomes one first, where that takes no more bytes; see `gather_factors`.
+What is added to a Partial becomes one first, where that takes no more bytes; see `gather_factors`,
+which decides anew behind what is reduced.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def run(fusion: Fusion) -> Fusion:
         if not sweep.settled:
             return fusion
         done |= sweep.settled.keys()
-        fusion = _applied(fusion, sweep.settled)
+        fusion = cheap_operands.run(_applied(fusion, sweep.settled))
 
 
 def _settle(sweep: _Sweep, value: str, layout: Layout) -> None:

@@ -177,7 +177,13 @@ def _chosen(
     blocked, law = _by_labels(expr, values, laws, operands, in_blocks, taken), laws[0]
     if blocked is None or law is None or law.partial_axes:
         return blocked
-    return min((plain, blocked), key=lambda x: (moved(x, expr, values, law), x.result != law))
+    return min((plain, blocked), key=lambda x: _price(x, expr, values, law))
+
+
+def _price(way: Strategy, expr: Expr, values: Mapping[str, Value], law: Layout) -> tuple[int, ...]:
+    """Return the cost of a way, then whether its result changes, and how many operands do."""
+    changed = sum(values[x].layout != to for x, to in way.wanted.items())
+    return moved(way, expr, values, law), way.result != law, changed
 
 
 def moved(way: Strategy, expr: Expr, values: Mapping[str, Value], law: Layout) -> int:
@@ -307,7 +313,10 @@ def _without(labels: Labels, whole: Set[int | None]) -> Labels:
 
 
 def _mesh(operands: Sequence[Operand], laws: Sequence[Layout | None]) -> DeviceMesh | None:
-    """Return the mesh of an expression: of several a law's, else the one with most bytes."""
+    """Return the mesh of an expression: of several a law's, else the one with most bytes.
+
+    Numbers without dims meet where the last of them is: a running sum travels, not each addend.
+    """
     weight: dict[DeviceMesh, int] = {}
     for o in operands:
         if o.layout is not None:
@@ -315,7 +324,8 @@ def _mesh(operands: Sequence[Operand], laws: Sequence[Layout | None]) -> DeviceM
     for law in laws:
         if law is not None and (law.mesh in weight or not weight):
             return law.mesh
-    return max(weight, key=lambda m: weight[m]) if weight else None
+    meshes = [*weight] if any(o.value.shape for o in operands) else [*reversed(weight)]
+    return max(meshes, key=lambda m: weight[m]) if meshes else None
 
 
 def _splits(

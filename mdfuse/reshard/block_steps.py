@@ -95,6 +95,7 @@ def _ways(
     if reduced != source and behind is not None:
         yield (*find(source, reduced), behind)
     if reduced != source:
+        yield from _waiting(source, destination, find)
         yield from _in_shares(source, destination, shape, find)
     dims = moved(source, destination)
     ends = [x.without_blocks(dims) for x in (source, destination)]
@@ -104,6 +105,19 @@ def _ways(
         first, last = ([_at_once(*leg)] if leg[0] != leg[1] else [] for leg in legs)
         between = find(ends[0], ends[1]) if ends[0] != ends[1] else ()
         yield tuple(step for step in (*first, *between, *last) if step is not None)
+
+
+def _waiting(source: Layout, destination: Layout, find: _Find) -> Iterator[_Path]:
+    """Yield the path on which sums along axes that stay whole wait until others split them."""
+    if source.mesh != destination.mesh:
+        return
+    between = destination
+    for axis in source.partial_axes:
+        if destination.placement(axis) == Replicate():
+            between = between.with_placement(axis, source.placement(axis))
+    first = _at_once(source, between) if between not in (source, destination) else None
+    if first is not None and moved(source, between):
+        yield (first, *find(between, destination))
 
 
 def _in_shares(

@@ -51,7 +51,8 @@ class Model:
     """The extents of a layer: features, heads of queries and keys, their features, hidden units.
 
     With experts, these are hidden units of one of them, and `chosen` of them compute a token;
-    queries and keys then have norms, as in Qwen3.
+    queries and keys then have norms, as in Qwen3. Attention and MLP may be beside each other, as in
+    GPT-J: both read one norm. With biases, norms have addends, too, and subtract means.
     """
 
     width: int
@@ -62,6 +63,8 @@ class Model:
     experts: int = 0
     chosen: int = 0
     length: int = 8192
+    beside: bool = False
+    biases: bool = False
 
     @property
     def parameters(self) -> dict[str, tuple[tuple[int, ...], int | None]]:
@@ -76,7 +79,7 @@ class Model:
             "up": ((e, self.width, self.hidden), 2),
             "down": ((e, self.hidden, self.width), 1),
         }
-        return {
+        plain: dict[str, tuple[tuple[int, ...], int | None]] = {
             "norm_1": ((self.width,), None),
             "q": ((q, self.width), 0),
             "k": ((kv, self.width), 0),
@@ -88,6 +91,22 @@ class Model:
             "down": ((self.width, self.hidden), 1),
             **(experts if e else {}),
         }
+        if self.beside:
+            del plain["norm_2"]
+        biases = {
+            f"{n}_b": (shape[:1], None if split else split) for n, (shape, split) in plain.items()
+        }
+        return {**plain, **(biases if self.biases else {})}
+
+    @property
+    def halves(self) -> int:
+        """How often hidden states are gathered, and results are reduced, in a forward."""
+        return 1 if self.beside else 2
+
+    @property
+    def vectors(self) -> int:
+        """The parameters whose gradients ranks with parts of the positions add up."""
+        return self.halves * (2 if self.biases else 1) + (2 if self.biases else 0)
 
     def padded(self, tp: int, parts: int) -> int:
         """The number of parameters of which over 1/64 would be padding of equal parts."""
@@ -117,7 +136,8 @@ MODELS = {
     "Qwen3-30B-A3B": Model(2048, 32, 4, 128, 768, experts=128, chosen=8),
 }
 
-#: Models beside those of the table: with few heads of keys, small experts, or 40 of them.
+#: Models beside those of the table: with few heads of keys, small experts, or 40 of them, biases,
+#: attention and MLP beside each other.
 OTHERS = {
     "Gemma-3 1B": Model(1152, 4, 1, 256, 6912),
     "Gemma-2 2B": Model(2304, 8, 4, 256, 9216),
@@ -125,6 +145,9 @@ OTHERS = {
     "Phi-4": Model(5120, 40, 10, 128, 17920),
     "OLMoE": Model(2048, 16, 16, 128, 1024, experts=64, chosen=8),
     "Granite-3.0 3B": Model(1536, 24, 8, 64, 512, experts=40, chosen=8),
+    "StarCoder2 7B": Model(4608, 36, 4, 128, 18432, biases=True),
+    "GPT-J 6B": Model(4096, 16, 16, 256, 16384, beside=True, biases=True),
+    "Command R": Model(8192, 64, 64, 128, 22528, beside=True),
 }
 
 #: The parameters of experts, which expert parallelism splits.
@@ -162,6 +185,8 @@ class Style:
         """
         ranks, (each, layer, experts) = sizes[axis], self.posts[axis]
         total = each * len(model.parameters) + layer + (experts if model.experts else 0)
+        if axis == "tp":
+            total -= layer - self._of_halves(model)
         if axis in self.gather and len(sizes) > 1:
             total += model.padded(sizes.get("tp", 1), ranks)
         if axis == "tp" and model.heads % ranks:  # these, and weights where they are fewer bytes
@@ -169,6 +194,11 @@ class Style:
         elif axis == "tp" and model.kv_heads % ranks:  # of keys, values, and their gradients
             total += 4 - (model.experts > 0)
         return total
+
+    def _of_halves(self, model: Model) -> int:
+        """The posts of a layer along tp for hidden states, and for gradients of vectors."""
+        sequence = "tp" in self.sequence
+        return 4 * model.halves + model.vectors if sequence else 2 * model.halves
 
 
 def share(n: int) -> float:
@@ -191,7 +221,8 @@ def _hybrid(m: Model, n: Mapping[str, int]) -> dict[str, float]:
 
 def _tensor(m: Model, n: Mapping[str, int]) -> dict[str, float]:
     """A row of the batch is on a rank."""
-    return {"tp": 4 * 2 * share(n["tp"]) * m.length * m.width * BYTES + _of_heads(m, n)}
+    reductions = 2 * m.halves
+    return {"tp": reductions * 2 * share(n["tp"]) * m.length * m.width * BYTES + _of_heads(m, n)}
 
 
 def _of_heads(m: Model, n: Mapping[str, int]) -> float:
@@ -214,8 +245,9 @@ def _of_heads(m: Model, n: Mapping[str, int]) -> float:
 
 def _sequence(m: Model, n: Mapping[str, int]) -> dict[str, float]:
     """Four gathers and four scatters, and the gradients of the factors of the norms."""
-    norms = 2 * 2 * share(n["tp"]) * m.width * BYTES
-    return {"tp": 8 * share(n["tp"]) * m.length * m.width * BYTES + norms + _of_heads(m, n)}
+    vectors = m.vectors * 2 * share(n["tp"]) * m.width * BYTES
+    states = 4 * m.halves * share(n["tp"]) * m.length * m.width * BYTES
+    return {"tp": states + vectors + _of_heads(m, n)}
 
 
 def _context(m: Model, n: Mapping[str, int]) -> dict[str, float]:
@@ -371,19 +403,30 @@ def computed(
         experts: where rows of experts are.
     """
     rows, length = x.shape[:2]
-    normed = F.rms_norm(x, [model.width], w["norm_1"])
-    heads = (F.linear(normed, w[n]).reshape(rows, length, -1, model.head) for n in "qkv")
+    normed = _normed(model, x, w, "norm_1")
+    heads = (_product(normed, w, n).reshape(rows, length, -1, model.head) for n in "qkv")
     q, k, v = (
         (F.rms_norm(y, [model.head], w[f"{n}_norm"]) if f"{n}_norm" in w else y).permute(0, 2, 1, 3)
         for n, y in zip("qkv", heads, strict=True)
     )
     k, v = (y.repeat_interleave(model.heads // model.kv_heads, 1) for y in (k, v))
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    h = x + F.linear(y.permute(0, 2, 1, 3).reshape(rows, length, -1), w["o"])
-    normed = F.rms_norm(h, [model.width], w["norm_2"])
+    h = x + _product(y.permute(0, 2, 1, 3).reshape(rows, length, -1), w, "o")
+    normed = normed if model.beside else _normed(model, h, w, "norm_2")
     if model.experts:
         return h + _by_experts(model, normed, w, parts, experts).reshape(*h.shape)
-    return h + F.linear(F.silu(F.linear(normed, w["gate"])) * F.linear(normed, w["up"]), w["down"])
+    hidden = F.silu(_product(normed, w, "gate")) * _product(normed, w, "up")
+    return h + _product(hidden, w, "down")
+
+
+def _normed(model: Model, x: Any, w: Mapping[str, Any], name: str) -> Any:
+    if model.biases:
+        return F.layer_norm(x, [model.width], w[name], w[f"{name}_b"])
+    return F.rms_norm(x, [model.width], w[name])
+
+
+def _product(x: Any, w: Mapping[str, Any], name: str) -> Any:
+    return F.linear(x, w[name], w.get(f"{name}_b"))
 
 
 def _by_experts(

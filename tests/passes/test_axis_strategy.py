@@ -108,13 +108,17 @@ def test_a_program_says_the_bytes_that_its_text_has(style: str) -> None:
 
 SMALL = Model(16, 4, 2, 4, 24, length=6)
 SMALL_EXPERTS = replace(SMALL, experts=6, chosen=2)
+SMALL_BESIDE = replace(SMALL, beside=True, biases=True)
 
 
 def _whole(x: Any, w: dict[str, Any], model: Model) -> Any:
     """The layer on whole tensors, in torch."""
     n, length, _ = x.shape
-    normed = functional.rms_norm(x, (model.width,), w["norm_1"])
-    q, k, v = ((normed @ w[name].T).view(n, length, -1, model.head) for name in "qkv")
+    normed = _normed(x, w, "norm_1")
+    q, k, v = (
+        functional.linear(normed, w[name], w.get(f"{name}_b")).view(n, length, -1, model.head)
+        for name in "qkv"
+    )
     if model.experts:
         q, k = (
             functional.rms_norm(y, (model.head,), w[f"{name}_norm"])
@@ -123,11 +127,20 @@ def _whole(x: Any, w: dict[str, Any], model: Model) -> Any:
     k, v = (y.repeat_interleave(model.heads // model.kv_heads, 2) for y in (k, v))
     q, k, v = (y.transpose(1, 2) for y in (q, k, v))
     y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    h = x + y.transpose(1, 2).reshape(n, length, -1) @ w["o"].T
-    normed = functional.rms_norm(h, (model.width,), w["norm_2"])
+    y = y.transpose(1, 2).reshape(n, length, -1)
+    h = x + functional.linear(y, w["o"], w.get("o_b"))
+    normed = normed if model.beside else _normed(h, w, "norm_2")
     if model.experts:
         return h + _by_experts(normed, w, model)
-    return h + (functional.silu(normed @ w["gate"].T) * (normed @ w["up"].T)) @ w["down"].T
+    gate, up = (functional.linear(normed, w[name], w.get(f"{name}_b")) for name in ("gate", "up"))
+    return h + functional.linear(functional.silu(gate) * up, w["down"], w.get("down_b"))
+
+
+def _normed(x: Any, w: dict[str, Any], name: str) -> Any:
+    shape = x.shape[-1:]
+    if f"{name}_b" in w:
+        return functional.layer_norm(x, shape, w[name], w[f"{name}_b"])
+    return functional.rms_norm(x, shape, w[name])
 
 
 def _by_experts(x: Any, w: dict[str, Any], model: Model) -> Any:
@@ -141,9 +154,9 @@ def _by_experts(x: Any, w: dict[str, Any], model: Model) -> Any:
 
 @pytest.mark.parametrize(
     ("style", "model"),
-    [(name, m) for name, s in STYLES.items() for m in (SMALL, SMALL_EXPERTS)
+    [(name, m) for name, s in STYLES.items() for m in (SMALL, SMALL_EXPERTS, SMALL_BESIDE)
      if m.experts or not s.experts],
-    ids=lambda x: x if isinstance(x, str) else f"experts={x.experts}",
+    ids=lambda x: x if isinstance(x, str) else f"experts={x.experts},beside={x.beside}",
 )  # fmt: skip
 def test_values_and_gradients_are_those_of_whole_tensors(style: str, model: Model) -> None:
     mesh = _mesh(style, {"dp": 2, "fsdp": 3, "tp": 2, "cp": 3, "ep": 3})
@@ -365,6 +378,26 @@ def test_a_norm_of_gradients_split_differently_is_one_reduction(order: list[int]
     torch.testing.assert_close(got, want)
     for x, y in zip(given, rest, strict=True):
         torch.testing.assert_close(y, x * min(1.0, float(1 / (want + 1e-6))))
+
+
+def test_a_norm_of_gradients_of_two_stages_is_sent_once_each_way() -> None:
+    """The running sum travels to the second stage, and the norm back; no square does."""
+    first, second = DeviceMesh([0, 1], ("tp",)), DeviceMesh([2, 3], ("tp",))
+    given = [torch.randn(4, 6) for _ in range(6)]
+    with mf.FusionDefinition("clip") as fd:
+        grads = [
+            fd.define_tensor([4, 6], mesh=first if n < 3 else second, layout={"tp": Shard(0)})
+            for n in range(6)
+        ]
+        for value in mf.optim.clip_by_global_norm(grads, 1.0)[0]:
+            fd.add_output(value)
+    program = mf.compile(fd)
+    between = [c for c in program.communications if c.source.mesh != c.destination.mesh]
+    assert [c.kind for c in between] == ["Reduce", "Broadcast", "Broadcast"], program
+    norm = torch.stack([x.norm() for x in given]).norm()
+    results = mf.simulate(program, given, options=mf.Options(poison=True)).outputs
+    for x, y in zip(given, results, strict=True):
+        torch.testing.assert_close(y, x * min(1.0, float(1 / (norm + 1e-6))))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)

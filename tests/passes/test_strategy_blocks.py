@@ -193,3 +193,17 @@ def test_a_view_into_other_blocks_is_no_view_of_parts() -> None:
     torch.testing.assert_close(
         mf.simulate(program, [whole]).outputs[0], whole.reshape(2, 2, 12) * 2
     )
+
+
+def test_a_first_block_of_unequal_ones_is_read_where_it_is() -> None:
+    """An exchange that brings nothing is a post."""
+    x = torch.randn(3, 24, dtype=torch.float64)
+    with mf.FusionDefinition("blocks") as fd:
+        given = fd.define_tensor(x.shape, x.dtype, TP, {"tp": Shard(1, (16, 4, 4))})
+        for part in given.sin().split([16, 4, 4], 1):
+            fd.add_output(part.reshape(3, -1, 4).cos())
+    program = mf.compile(fd)
+    assert posts(program) == []
+    parts = [y.reshape(3, -1, 4).cos() for y in x.sin().split([16, 4, 4], 1)]
+    for got, want in zip(mf.simulate(program, [x]).outputs, parts, strict=True):
+        torch.testing.assert_close(got, want)

@@ -134,6 +134,20 @@ def test_ranks_that_hold_the_same_terms_reduce_a_share_each(
     assert each == [bytes_] * 8
 
 
+@pytest.mark.parametrize(
+    "axes", [{"dp": 2, "fsdp": 4, "tp": 2}, {"fsdp": 3, "dp": 4, "tp": 2}], ids=str
+)
+def test_a_sum_along_an_axis_that_stays_whole_carries_parts_alone(axes: dict[str, int]) -> None:
+    """That axis may join hosts: all others split the terms before."""
+    mesh = DeviceMesh.arange(**axes)
+    split = {"tp": Shard(0, 2)}
+    source = Layout(mesh, {"dp": Partial(), "fsdp": Partial(), **split})
+    goal = Layout(mesh, {"fsdp": Shard(0, 2), **split}, {0: ("tp", "fsdp")})
+    path = steps(source, goal, (96, 4))
+    assert [x.kind for x in path] == ["ReduceExchange", "Allreduce"]
+    assert [x.source.placement("fsdp") for x in path] == [Partial(), Shard(0, 2)]
+
+
 def test_a_written_gather_of_blocks_is_refused() -> None:
     text = """
     host @gather on mesh(tp=2) {

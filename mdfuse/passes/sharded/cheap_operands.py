@@ -1,6 +1,6 @@
 """Compute a result as its readers need it, where that takes fewer bytes of its operands.
 
-Whole, instead of split, if it is elementwise, and operands that are repeated are smaller:
+Whole, or split along another dim, if it is elementwise, and operands that are repeated are smaller:
 
     %w: f32[64,8,1] (tp=S0)
     %dy: f32[64,8,16] (tp=S0) = expand(%d)          # one row for eight
@@ -8,7 +8,7 @@ Whole, instead of split, if it is elementwise, and operands that are repeated ar
 ->
     %z: f32[64,8,16] (tp=R) = mul(%dy, %w)          # of both operands, gathered
 
-An operand that others read whole as well is gathered for them anyway.
+An operand that others read so as well is brought there for them anyway.
 
 As terms, instead of whole, if it is added to a Partial:
 
@@ -18,6 +18,14 @@ As terms, instead of whole, if it is added to a Partial:
 ->
     %k: f32[8,16] (tp=P(sum)) = matmul(%dk, %b)
     %x: f32[8,16] (tp=P(sum)) = add(%q, %k)
+
+So are sums of terms and of other values, where they are added to further terms:
+
+    %a: f32[8,16] (tp=R) = add(%x, %p)              # %p is (tp=P(sum)), %x is not
+    %y: f32[8,16] (tp=R) = add(%a, %q)              # and so is %q: it is all-reduced, too
+->
+    %a: f32[8,16] (tp=P(sum)) = add(%x, %p)         # %x is a term of one rank
+    %y: f32[8,16] (tp=P(sum)) = add(%a, %q)
 """
 
 from __future__ import annotations
@@ -29,7 +37,7 @@ from mdfuse.extents.extent import is_symbolic
 from mdfuse.ir.dims import pointwise
 from mdfuse.ir.graph import Expr, Fusion
 from mdfuse.ir.ops import TABLE
-from mdfuse.layouts.layout import Layout, Partial, Replicate, Shard, commute
+from mdfuse.layouts.layout import Layout, Partial, Placement, Shard, commute
 from mdfuse.passes.prices import move_cost
 from mdfuse.passes.propagate_layouts import anew
 from mdfuse.passes.strategy import choose, choose_here, moved, read_layouts
@@ -38,17 +46,17 @@ name = "gather_factors"
 
 
 def run(fusion: Fusion) -> Fusion:
-    """Return the fusion in which such results are computed whole."""
-    done: set[str] = set()
-    while whole := {x: to for e in fusion.exprs for x, to in _whole(fusion, e) if x not in done}:
-        done |= whole.keys()
-        fusion = anew(fusion.with_layouts(whole), whole.keys())
+    """Return the fusion in which such results are computed as they are read."""
+    chosen: dict[str, Layout] = {}
+    while read := {x: to for e in fusion.exprs for x, to in _as_read(fusion, e) if x not in chosen}:
+        chosen |= read
+        fusion = anew(fusion.with_layouts(chosen), chosen.keys())
     return fusion
 
 
 def with_terms(fusion: Fusion) -> Fusion:
     """Return the fusion in which results that are added to a Partial are terms."""
-    while terms := {x: to for e in fusion.exprs for x, to in _terms(fusion, e)}:
+    while terms := {x: to for e in fusion.exprs for x, to in _terms(fusion, e)} or _sums(fusion):
         fusion = anew(fusion.with_layouts(terms), terms.keys())
     return fusion
 
@@ -59,12 +67,13 @@ def _is_free(fusion: Fusion, value: str) -> bool:
     return not of.is_law and of.stream is None and value not in fusion.outputs
 
 
-# -- whole -----------------------------------------------------------------------------------------
+# -- as read ---------------------------------------------------------------------------------------
 
 
-def _whole(fusion: Fusion, expr: Expr) -> Iterator[tuple[str, Layout]]:
-    """Yield the result of an elementwise op, and its layout, where its operands are gathered."""
-    if TABLE[expr.op].rule is not pointwise or len(expr.reads) < 2:
+def _as_read(fusion: Fusion, expr: Expr) -> Iterator[tuple[str, Layout]]:
+    """Yield the result of an elementwise op in the layout that all read, where operands move so."""
+    is_expansion = expr.op == "expand"
+    if not is_expansion and (TABLE[expr.op].rule is not pointwise or len(expr.reads) < 2):
         return
     out, operands = fusion.values[expr.outputs[0]], [fusion.values[x] for x in expr.reads]
     if out.layout is None or not _is_free(fusion, out.name):
@@ -75,41 +84,52 @@ def _whole(fusion: Fusion, expr: Expr) -> Iterator[tuple[str, Layout]]:
         return
     if any(is_symbolic(x.shape) for x in (out, *operands)):
         return  # each comparison would be a guard
-    if all(x.bytes >= out.bytes for x in operands):
+    if not is_expansion and all(x.bytes >= out.bytes for x in operands):
         return
     for axis in out.layout.mesh.axes:
         if not isinstance(out.layout.placement(axis), Shard):
             continue
-        is_asked = _all_need_whole(fusion, out.name, axis)
-        if is_asked and _gathered(fusion, out.name, axis) > _price(fusion, expr, axis):
-            yield out.name, out.layout.with_placement(axis, Replicate())
+        goal = _wanted_by_all(fusion, out.name, axis)
+        # One element of an expansion would travel, which is the operand; loops have no form for it.
+        if goal is not None and _moved(fusion, out.name, goal) + is_expansion > _price(
+            fusion, expr, goal
+        ):
+            yield out.name, goal
             return
 
 
-def _all_need_whole(fusion: Fusion, value: str, axis: str) -> bool:
-    readers = fusion.consumers[value]
-    return bool(readers) and all(_reads_whole(fusion, r, value, axis) for r in readers)
+def _wanted_by_all(fusion: Fusion, value: str, axis: str) -> Layout | None:
+    """Return the layout of a value in which all read it along an axis; None where that is its."""
+    wanted = {_read_along(fusion, r, value, axis) for r in fusion.consumers[value]}
+    to, layout = wanted.pop() if len(wanted) == 1 else None, fusion.layout(value)
+    if to is None or to == layout.placement(axis) or isinstance(to, Partial):
+        return None
+    if isinstance(to, Shard) and layout.split_axes(to.dim):
+        return None  # the order of axes in one dim is its readers' to choose
+    return layout.with_placement(axis, to)
 
 
-def _reads_whole(fusion: Fusion, reader: Expr, value: str, axis: str) -> bool:
+def _read_along(fusion: Fusion, reader: Expr, value: str, axis: str) -> Placement | None:
     wanted = read_layouts(reader, fusion)[value]
-    is_here = wanted.mesh == fusion.layout(value).mesh
-    return is_here and wanted.placement(axis) == Replicate()
+    is_here = wanted.mesh == fusion.layout(value).mesh and not wanted.reaches
+    return wanted.placement(axis) if is_here else None
 
 
-def _price(fusion: Fusion, expr: Expr, axis: str) -> int:
-    """Return what arrives where the operands that nobody else gathers are gathered."""
+def _price(fusion: Fusion, expr: Expr, goal: Layout) -> int:
+    """Return what arrives where operands that nobody else reads so are brought to a goal."""
+    out = replace(fusion.values[expr.outputs[0]], layout=goal)
+    strategy = choose_here(expr, {**fusion.values, out.name: out})
+    assert strategy is not None
     others = {x: [r for r in fusion.consumers[x] if r is not expr] for x in expr.reads}
     return sum(
-        _gathered(fusion, x, axis)
+        _moved(fusion, x, strategy.wanted[x])
         for x, readers in others.items()
-        if not any(_reads_whole(fusion, r, x, axis) for r in readers)
+        if not any(read_layouts(r, fusion)[x] == strategy.wanted[x] for r in readers)
     )
 
 
-def _gathered(fusion: Fusion, value: str, axis: str) -> int:
-    layout = fusion.layout(value)
-    return move_cost(fusion.values[value], layout, layout.with_placement(axis, Replicate()))
+def _moved(fusion: Fusion, value: str, to: Layout) -> int:
+    return move_cost(fusion.values[value], fusion.layout(value), to)
 
 
 # -- as terms --------------------------------------------------------------------------------------
@@ -120,11 +140,7 @@ def _terms(fusion: Fusion, expr: Expr) -> Iterator[tuple[str, Layout]]:
 
     Each is read by the sum alone, which is then Partial itself.
     """
-    if TABLE[expr.op].partial != "sum" or len(expr.reads) != len(expr.inputs):
-        return
-    if not all(fusion.values[x].is_tensor and _is_alone(fusion, x) for x in expr.reads):
-        return
-    if len({fusion.layout(x).mesh for x in expr.reads}) != 1:
+    if not _is_sum(fusion, expr) or not all(_is_alone(fusion, x) for x in expr.reads):
         return
     for axis in fusion.layout(expr.reads[0]).mesh.axes:
         others = [x for x in expr.reads if fusion.layout(x).placement(axis) != Partial()]
@@ -136,6 +152,63 @@ def _terms(fusion: Fusion, expr: Expr) -> Iterator[tuple[str, Layout]]:
         if all(_may_be_term(fusion, x, axis, goal) for x, goal in goals.items()):
             yield from goals.items()
             return  # another axis looks at the layouts that these become
+
+
+def _is_sum(fusion: Fusion, expr: Expr) -> bool:
+    """Return whether an expression adds tensors up, all of one mesh."""
+    if TABLE[expr.op].partial != "sum" or len(expr.reads) != len(expr.inputs):
+        return False
+    operands = [fusion.values[x] for x in expr.reads]
+    meshes = {x.layout.mesh if x.layout is not None else None for x in operands}
+    return all(x.is_tensor for x in operands) and len(meshes) == 1
+
+
+def _sums(fusion: Fusion) -> dict[str, Layout]:
+    """Return sums that add terms to other values, as terms, where further terms are added behind.
+
+    What each adds up is then reduced once, with all that is added to it.
+    """
+    #: (sum, axis) -> what it adds up of terms
+    of_terms: dict[tuple[str, str], list[str]] = {}
+    goals: dict[str, Layout] = {}
+    for expr in fusion.exprs:
+        if not _is_sum(fusion, expr):
+            continue
+        layout = fusion.layout(expr.output)
+        if layout.mesh != fusion.layout(expr.reads[0]).mesh:
+            continue
+        for axis in layout.mesh.axes:
+            under = [
+                x
+                for x in expr.reads
+                if _is_alone(fusion, x)
+                and (fusion.layout(x).placement(axis) == Partial() or (x, axis) in of_terms)
+            ]
+            if len(under) > 1:
+                goals = {**_as_terms(fusion, axis, under, of_terms), **goals}
+            is_open = (
+                under and layout.placement(axis) != Partial() and _is_free(fusion, expr.output)
+            )
+            if is_open and commute(("sum", *layout.reduce_ops.values())):
+                of_terms[expr.output, axis] = under
+    return goals
+
+
+def _as_terms(
+    fusion: Fusion, axis: str, under: list[str], of_terms: dict[tuple[str, str], list[str]]
+) -> dict[str, Layout]:
+    """Return the sums below a sum, from the last to the first, with their layouts as terms."""
+    goals, asked = dict[str, Layout](), [*under]
+    for x in asked:  # which grows
+        if (x, axis) in of_terms:
+            goals[x] = fusion.layout(x).with_placement(axis, Partial())
+            asked += of_terms[x, axis]
+    values = fusion.with_layouts(goals).values
+    for x, goal in goals.items():
+        strategy = choose(fusion.producers[x], values, goal)
+        if strategy is None or strategy.result != goal:
+            return {}
+    return goals
 
 
 def _is_alone(fusion: Fusion, value: str) -> bool:
@@ -150,7 +223,7 @@ def _may_be_term(fusion: Fusion, value: str, axis: str, goal: Layout) -> bool:
         return False
     if TABLE[producer.op].partial == "quotient":  # terms by 0 are infinite, of any sign
         return False
-    if not _is_free(fusion, value) or layout.placement(axis) != Replicate():
+    if not _is_free(fusion, value) or isinstance(layout.placement(axis), Partial):
         return False
     as_term = choose(producer, {**fusion.values, value: replace(out, layout=None)}, goal)
     as_whole = choose_here(producer, fusion.values)

@@ -178,8 +178,8 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     ),
     # queries and keys are gathered for their norms
     "olmo2": ({}, {"Allgather": 10 + 4, "ReduceScatter": 10, "Allreduce": 5 + 8}),
-    # one norm for both halves of a layer, with a factor and an addend
-    "phi": ({}, {"Allgather": 6, "ReduceScatter": 8, "Allreduce": 6}),
+    # one norm for both halves of a layer, with a factor and an addend; both are reduced together
+    "phi": ({}, {"Allgather": 6, "ReduceScatter": 6, "Allreduce": 6}),
 }
 
 

@@ -95,3 +95,56 @@ def test_what_all_ranks_have_is_cut_to_become_terms(inner: int, ranks: int) -> N
         y = (x @ a).reshape(24, 5) + p @ b
         fd.add_output(fd.ops.set(y.reshape(4, 6, 5)).on(mesh, {**rows, "tp": Shard(1)}))
     assert [kind for kind, *_ in sent(checked(fd))] == ["ReduceScatter"]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_mask_of_classes_is_made_where_it_is_read(ranks: int) -> None:
+    """The numbers of classes that it compares are gathered, not what they are compared with."""
+    mesh = DeviceMesh.arange(tp=ranks)
+    generator = torch.Generator().manual_seed(ranks)
+    x, y = torch.randn(8, 96, dtype=torch.float64), torch.randint(96, (8,), generator=generator)
+    with mf.FusionDefinition("mask") as fd:
+        logits = fd.define_tensor(x.shape, x.dtype, mesh, {"tp": Shard(1)})
+        classes = fd.define_tensor(y.shape, y.dtype, mesh, {"tp": Shard(0)})
+        mask = mf.ops.arange(96) == classes.unsqueeze(1)
+        fd.add_output(mf.ops.where(mask, logits, 0.0).exp().sum(0))
+    program = mf.compile(fd)
+    assert {c.shape for c in program.communications} <= {(8,), (8, 1)}, program
+    (got,) = mf.simulate(program, [x, y], options=mf.Options(poison=True)).outputs
+    chosen = torch.where(torch.arange(96) == y.unsqueeze(1), x, 0.0)
+    torch.testing.assert_close(got, chosen.exp().sum(0))
+
+
+@pytest.mark.parametrize("split", [{}, {"tp": Shard(0)}], ids=["whole", "split"])
+@pytest.mark.parametrize("form", ["x + p + q", "p + q + x", "(p + b) + (q + b)", "x - p + (q + b)"])
+def test_terms_of_nested_sums_are_reduced_once(form: str, split: dict[str, Shard]) -> None:
+    mesh = DeviceMesh.arange(tp=2)
+    with mf.FusionDefinition("nested") as fd:
+        x = fd.define_tensor([8, 6], torch.float64, mesh, split, name="x")
+        b = fd.define_tensor([6], torch.float64, mesh, name="b")
+        p, q = (
+            mf.ops.matmul(
+                fd.define_tensor([8, 4], torch.float64, mesh, {"tp": Shard(1)}, name=f"a{n}"),
+                fd.define_tensor([4, 6], torch.float64, mesh, {"tp": Shard(0)}, name=f"w{n}"),
+            )
+            for n in range(2)
+        )
+        y = eval(form, {"x": x, "p": p, "q": q, "b": b})
+        fd.add_output(mf.ops.set(y.on(mesh, split)).sin())
+        fd.add_output(x * 2)
+    kind = "ReduceScatter" if split else "Allreduce"
+    assert [x for x, _, _ in sent(checked(fd))] == [kind]
+
+
+def test_terms_that_others_read_whole_are_reduced_for_them() -> None:
+    mesh = DeviceMesh.arange(tp=2)
+    with mf.FusionDefinition("shared") as fd:
+        x = fd.define_tensor([8, 6], torch.float64, mesh, name="x")
+        p, q = (
+            fd.define_tensor([8, 4, 6], torch.float64, mesh, {"tp": Shard(1)}, name=name).sum(1)
+            for name in "pq"
+        )
+        first = x + p
+        fd.add_output(first + q)
+        fd.add_output(first.exp())
+    assert [x for x, _, _ in sent(checked(fd))] == ["Allreduce"] * 2
