@@ -54,9 +54,11 @@ def name_of(fusion: Fusion, options: Options, *others: Any) -> str | None:
     rows = [TABLE.get(e.op) for e in fusion.exprs]
     if any(row is None or isinstance(row.rule, LabelRule) for row in rows):
         return None
-    here = own_code(), inductor.fingerprint(torch.device("cpu")), settings()
+    versions = own_code(), inductor.fingerprint(torch.device("cpu")), settings()
     try:
-        text = _Text().of((here, form_fusion_groups.is_grouped(options), options, others, fusion))
+        text = _Text().of(
+            (versions, form_fusion_groups.is_grouped(options), options, others, fusion)
+        )
     except NoNameError:
         return None
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()

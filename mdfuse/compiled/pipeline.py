@@ -10,7 +10,7 @@ from mdfuse import hir_lowering
 from mdfuse.compiled.leaf_program import on_leaves
 from mdfuse.compiled.overlap import left
 from mdfuse.compiled.program import Program
-from mdfuse.compiled.program_files import Lowered, from_files
+from mdfuse.compiled.program_files import ProgramParts, from_files
 from mdfuse.compiled.segments import Segment, segments_of
 from mdfuse.compiled.specialisations import Lowerings
 from mdfuse.config import Options, options_from_environment
@@ -132,10 +132,12 @@ class _Lower:
             x.fusion, x.segments, x.host, self.options, symbolic, x.schedule, overlap=x.overlap
         )
 
-    def _parts(self, fusion: Fusion, segments: tuple[Segment, ...], host: HostProgram) -> Lowered:
+    def _parts(
+        self, fusion: Fusion, segments: tuple[Segment, ...], host: HostProgram
+    ) -> ProgramParts:
         why = "microbatches are the only loop of a pipeline"
         overlap = left(host, why, options_from_environment(self.options))
-        return Lowered(fusion, segments, host, overlap, self.schedule)
+        return ProgramParts(fusion, segments, host, overlap, self.schedule)
 
     def __call__(self, fusion: Fusion) -> tuple[Fusion, tuple[Segment, ...], HostProgram]:
         meshes = {v.layout.mesh for v in fusion.values.values() if v.layout is not None}

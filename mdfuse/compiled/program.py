@@ -19,7 +19,7 @@ from mdfuse.compiled.backend_report import between_carriers, elsewhere, staging,
 from mdfuse.compiled.microbatch_lines import microbatch_lines
 from mdfuse.compiled.overlap import OverlapDecisions
 from mdfuse.compiled.post_reasons import post_reason
-from mdfuse.compiled.program_files import Lowered, from_files
+from mdfuse.compiled.program_files import ProgramParts, from_files
 from mdfuse.compiled.segments import Segment, last_uses, program_limit, segments_of
 from mdfuse.compiled.specialisations import Lowering, Lowerings, lowerings_of
 from mdfuse.config import Options, environment, not_options, options_from_environment
@@ -486,6 +486,8 @@ def lowered(
     return Program(x.fusion, x.segments, x.host, options, overlap=x.overlap)
 
 
-def _lowered(fusion: Fusion, options: Options | None, should_merge: ShouldMerge | None) -> Lowered:
+def _lowered(
+    fusion: Fusion, options: Options | None, should_merge: ShouldMerge | None
+) -> ProgramParts:
     (fusion, parts, host), decisions = overlap.lower(fusion, should_merge, options)
-    return Lowered(fusion, segments_of(fusion, parts, host, options), host, decisions)
+    return ProgramParts(fusion, segments_of(fusion, parts, host, options), host, decisions)

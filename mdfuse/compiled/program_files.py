@@ -1,4 +1,4 @@
-"""Lowered programs in files, beside the compiled functions, where later starts read them.
+"""ProgramParts programs in files, beside the compiled functions, where later starts read them.
 
 A lowering depends on its fusion, options and table of costs, on mdfuse and torch, and on no rank.
 The name of its file is made of all of these, so a rank that reads a file and one that lowers have
@@ -56,7 +56,7 @@ _MODULES = frozenset(
 )
 
 
-class Lowered(NamedTuple):
+class ProgramParts(NamedTuple):
     """The parts of a program, which `mdfuse.compiled.program.Program` describes."""
 
     fusion: Fusion
@@ -71,8 +71,8 @@ def from_files(
     fusion: Fusion,
     options: Options | None,
     how: tuple[Any, ...] | None,
-    lower: Callable[[], Lowered],
-) -> Lowered:
+    lower: Callable[[], ProgramParts],
+) -> ProgramParts:
     """Return the parts of a program as `lower` does: read from a file, or written into one.
 
     A program that is written is verified first, unless the options leave that out; then no start
@@ -106,7 +106,7 @@ class _File:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def read(self) -> Lowered | None:
+    def read(self) -> ProgramParts | None:
         """Return the parts; None where the file is not there, or is of no use."""
         try:
             check_private(self._path.parent)
@@ -119,8 +119,8 @@ class _File:
         try:
             if data[:32] != hashlib.sha256(memoryview(data)[32:]).digest():
                 raise ValueError("the checksum is another one")
-            lowered, is_verified = _Reader(io.BytesIO(memoryview(data)[32:])).load()
-            lowered = Lowered(*lowered)
+            lowered, is_verified = _DataReader(io.BytesIO(memoryview(data)[32:])).load()
+            lowered = ProgramParts(*lowered)
         except Exception as error:  # half a file may raise any error
             _LOG.warning(
                 "%s is of no use, and its program is lowered: %s", self._path, reason(error)
@@ -132,7 +132,7 @@ class _File:
             os.utime(self._path)
         return lowered
 
-    def write(self, lowered: Lowered, is_verified: bool) -> None:
+    def write(self, lowered: ProgramParts, is_verified: bool) -> None:
         """Write the parts, once the program is verified; a wrong one fails where it runs."""
         part = self._path.with_name(f".{self._path.name}.{os.getpid()}.{get_ident()}")
         try:
@@ -140,7 +140,7 @@ class _File:
                 verify_once(lowered.host)
             private_folder(self._path.parent)
             data = io.BytesIO()
-            _Writer(data, protocol=5).dump((tuple(lowered), is_verified))
+            _DataWriter(data, protocol=5).dump((tuple(lowered), is_verified))
             content = data.getbuffer()
             part.write_bytes(hashlib.sha256(content).digest() + content)
             part.replace(self._path)
@@ -191,7 +191,7 @@ def _stated(expr: Expr, field: str) -> Any:
     return None if field == "answer" else getattr(expr, field)
 
 
-class _Writer(pickle.Pickler):
+class _DataWriter(pickle.Pickler):
     """Writes data of mdfuse's."""
 
     def reducer_override(self, x: Any) -> Any:
@@ -206,7 +206,7 @@ class _Writer(pickle.Pickler):
         raise pickle.PicklingError(f"a program has a {kind.__qualname__}, which is no data")
 
 
-class _Reader(pickle.Unpickler):
+class _DataReader(pickle.Unpickler):
     """Reads data of mdfuse's; no file makes it import, or call, anything else."""
 
     def find_class(self, module: str, name: str) -> Any:

@@ -309,12 +309,12 @@ class _Backward:
 
     @cached_property
     def _in_blocks(self) -> dict[int | None, list[tuple[str, Expr]]]:
-        """Block -> what its values may be, with their expressions; some are kept since."""
-        made = defaultdict[int | None, list[tuple[str, Expr]]](list)
+        """Block -> the values that were ever in it, with their expressions."""
+        blocks = defaultdict[int | None, list[tuple[str, Expr]]](list)
         for e in self.exprs:
             for x in e.outputs:
-                made[self._block(x)].append((x, e))
-        return made
+                blocks[self._block(x)].append((x, e))
+        return blocks
 
     def _block(self, name: str) -> int | None:
         """Return the `recompute` block that a value is defined in."""
