@@ -85,19 +85,24 @@ def from_files(
         lower: lowers the fusion.
     """
     folder = artefacts() if how is not None and len(fusion.exprs) >= FEWEST else None
-    chosen = options_from_environment(options)
-    name = None
-    if folder is not None:
-        table = table_of(chosen) if chosen.overlap != "never" else None
-        name = name_of(fusion, chosen, options is None, table, how)
+    name = None if folder is None else _name(fusion, options, how)
     if folder is None or name is None:
         return lower()
     file = _File(folder.folder / f"{name}.program")
     lowered = file.read()
     if lowered is None:
         lowered = lower()
-        file.write(lowered, chosen.verify)
+        file.write(lowered, options_from_environment(options).verify)
     return lowered
+
+
+def _name(fusion: Fusion, options: Options | None, how: tuple[Any, ...] | None) -> str | None:
+    chosen = options_from_environment(options)
+    try:
+        table = table_of(chosen) if chosen.overlap != "never" else None
+    except MdfuseError:  # which the lowering raises, where it needs the table
+        return None
+    return name_of(fusion, chosen, options is None, table, how)
 
 
 class _File:
@@ -147,7 +152,7 @@ class _File:
             _drop_oldest(self._path)
         except MdfuseError:
             return
-        except (OSError, pickle.PicklingError) as error:
+        except Exception as error:  # the program is right without a file
             _unused(reason(error))
         finally:
             remove(part)

@@ -282,3 +282,12 @@ def test_pipelines_have_files(lowerings: list[str], tmp_path: Path) -> None:
     w = torch.randn(4, 4)
     (y,) = mf.simulate(again, [x, w]).outputs
     torch.testing.assert_close(y, (x @ w.T).relu())
+
+
+def test_a_table_that_is_not_there_is_an_error_where_it_is_needed(lowerings: list[str]) -> None:
+    options = Options(costs="nowhere.json")
+    with mf.FusionDefinition("f") as fd:
+        fd.add_output(fd.define_tensor([4]) + 1)
+    mf.compile(fd, options)
+    with pytest.raises(mf.ProgramError, match=r"costs nowhere\.json"):
+        compiled(options)
