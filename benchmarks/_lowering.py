@@ -12,12 +12,15 @@ from _measure import Contender
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard, Stream
 from mdfuse.caching import Cache
+from mdfuse.compiled import program_files
 from mdfuse.frontend.handle import Handle
 from mdfuse.hir import HostProgram
 from mdfuse.hir.verify.check import verify
 
 #: The rooms that lowering goes through, and whose functions keep answers.
 _ROOMS = tuple(f"mdfuse.{x}." for x in ("extents", "hir", "ir", "layouts", "passes", "reshard"))
+
+program_files.FEWEST = sys.maxsize  # no program is read from a file
 
 #: Divides by every axis of either mesh.
 _EXTENT = 16384

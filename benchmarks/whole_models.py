@@ -11,10 +11,11 @@ split: bf16 alone). Each row runs as it is, and with each layer computed again i
 (`--recompute`): `recompute="layers.*"` beside `torch.utils.checkpoint` around each layer.
 
 A start is the time from the module in f32 on the host to the end of the first step. `cold`: no
-kernel of it is in the compiler's folder. `warm`: all are, in the same process. Memory at the peak
-counts from before the start to steady steps; working memory is the peak from the second step on,
-which captures a graph, beyond the memory that is kept between steps. Losses: how far the first
-steps' are from the peer's, beside how far the peer's are apart from its own without compilation.
+kernel of it, nor its lowered program, is in the compiler's folder. `warm`: all are, in the same
+process. Memory at the peak counts from before the start to steady steps; working memory is the peak
+from the second step on, which captures a graph, beyond the memory that is kept between steps.
+Losses: how far the first steps' are from the peer's, beside how far the peer's are apart from its
+own without compilation.
 """
 
 from __future__ import annotations

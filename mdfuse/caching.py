@@ -1,11 +1,11 @@
-"""Values by key, the least recently used one dropped first: plans, programs, definitions."""
+"""Values by key, the least recently used dropped first; values that remember answers."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 Value = TypeVar("Value")
 
@@ -92,3 +92,22 @@ class Cache(Generic[Value]):
     def info(self) -> CacheInfo:
         """The counters, how many values there are, and how many there may be."""
         return CacheInfo(self.hits, self.misses, self.evictions, len(self._values), self.limit)
+
+
+class Forgetful:
+    """A value whose copies, in this process or another one, begin without what it remembers.
+
+    A copy has what the class declares alone. Hashes of texts differ between processes, and with
+    them a hash that is remembered, and all that is looked up by it.
+    """
+
+    __slots__ = ()
+
+    def __getstate__(self) -> Any:
+        """Return what the class declares, as `object.__getstate__` would."""
+        kind = type(self)
+        slots = [name for name in getattr(kind, "__slots__", ()) if name != "__dict__"]
+        declared = {n: x for n, x in vars(self).items() if n in kind.__annotations__}
+        if not slots:
+            return declared
+        return declared or None, {name: getattr(self, name) for name in slots}

@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import torch
 
+from mdfuse.caching import Forgetful
 from mdfuse.errors import CommunicationError
 from mdfuse.extents.expressions import Term
 from mdfuse.extents.extent import is_symbolic
@@ -29,7 +30,7 @@ _BITWISE = ("band", "bor", "bxor")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Communication:
+class Communication(Forgetful):
     """One communication of all ranks; each rank's part follows from its coordinates in the meshes.
 
     Attributes:

@@ -12,6 +12,7 @@ from itertools import groupby
 from typing import Any
 
 from mdfuse.bootstrap import detect
+from mdfuse.caching import Forgetful
 from mdfuse.errors import MeshError, counted, shown
 from mdfuse.names import RULE, is_name
 
@@ -21,7 +22,7 @@ MOST_RANKS = 2**20
 _DEFAULT_AXES = {1: ("x",), 2: ("y", "x"), 3: ("z", "y", "x")}
 
 
-class DeviceMesh:
+class DeviceMesh(Forgetful):
     """An n-dimensional array of ranks whose axes have names.
 
     Args:

@@ -15,6 +15,7 @@ from datetime import timedelta
 from functools import cache, partial
 from operator import attrgetter, methodcaller
 from pathlib import Path
+from traceback import FrameSummary, StackSummary
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -39,7 +40,7 @@ from torch.fx import Node
 from torch.fx._lazy_graph_module import _use_lazy_graph_module as lazily
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as pytree
-from torch.utils import checkpoint
+from torch.utils import _traceback, checkpoint
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -65,6 +66,7 @@ __all__ = [
     "end_group",
     "fake_group",
     "forward_level",
+    "frames_once",
     "gloo_options",
     "is_capturing",
     "is_transformed",
@@ -324,6 +326,32 @@ def writes(target: Any) -> bool:
 def late_code() -> AbstractContextManager[None]:
     """Return a context in which torch writes the code of a graph only where it is run."""
     return lazily(should_use=True)
+
+
+@contextmanager
+def frames_once() -> Iterator[None]:
+    """Let torch make one object of each line on the stack, however many operations it traces there.
+
+    It makes one of each of some 70 lines for each operation, and reads its text from the file.
+    """
+    private: Any = _traceback
+    plain, known = private._extract_symbolized_tb, dict[tuple[str, int, str], FrameSummary]()
+
+    def extracted(trace: Any, skip: int) -> StackSummary:
+        stack = StackSummary()
+        for line in reversed(trace[skip:]):
+            key = line["filename"], line["line"], line["name"]
+            frame = known.get(key)
+            if frame is None:
+                frame = known[key] = FrameSummary(*key, lookup_line=False)
+            stack.append(frame)
+        return stack
+
+    private._extract_symbolized_tb = extracted
+    try:
+        yield
+    finally:
+        private._extract_symbolized_tb = plain
 
 
 def traced() -> list[Node]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import settings
 
 from mdfuse import hir_lowering
+from mdfuse.compiled import program_files
 from mdfuse.config import Options
 from mdfuse.extents.extent import example, is_symbolic, mapped
 from mdfuse.frontend import ops
@@ -93,6 +95,12 @@ def verified_passes(request: pytest.FixtureRequest) -> Iterator[None]:
     hir_lowering.HOST_PASSES = (("emit", _emitted if rank == 0 else _as_it_is), *verified)
     yield
     hir_lowering.HOST_PASSES = passes
+
+
+@pytest.fixture(autouse=True, scope="session")
+def lowered_here() -> None:
+    """No test reads a program that an earlier one has lowered, unless it says so."""
+    program_files.FEWEST = sys.maxsize
 
 
 @pytest.fixture(autouse=True)

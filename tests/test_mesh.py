@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -170,3 +172,20 @@ def test_wrong_hosts_in_the_text_of_a_program() -> None:
 def test_numbers_that_python_does_not_print(make: Callable[[int], DeviceMesh]) -> None:
     with pytest.raises(mf.MeshError, match="a number of 16610 bits is not a"):
         make(10**5000)
+
+
+def test_a_copy_forgets_what_another_process_would_not_understand() -> None:
+    """Hashes of texts differ between processes, and meshes and layouts remember theirs."""
+    mesh = DeviceMesh([[3, 1], [0, 2]], ("dp", "tp"), hosts=[0, 0, 1, 1]).with_lost([2])
+    layout = mf.Layout(mesh, {"dp": mf.Shard(0)}, stream=mf.Stream(1, 2))
+    assert hash(layout) == hash(layout) and layout.local_shape((4, 6), 3) == (2, 6)
+    vars(mesh)["_hash"] = vars(layout)["_hash"] = 1  # as another process has it
+    for copied in (pickle.loads(pickle.dumps(layout)), copy.deepcopy(layout)):
+        fresh = mf.Layout(
+            DeviceMesh([[3, 1], [0, 2]], mesh.axes, mesh.hosts).with_lost([2]),
+            {"dp": mf.Shard(0)},
+            stream=mf.Stream(1, 2),
+        )
+        assert copied == fresh and hash(copied) == hash(fresh)
+        assert copied.mesh.lost == {2} and copied.mesh.hosts == mesh.hosts
+        assert copied.local_shape((4, 6), 3) == (2, 6)

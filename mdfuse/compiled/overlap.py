@@ -241,7 +241,7 @@ def find(
         options: as the program is compiled.
     """
     fusion, _, plain = lowered
-    costs, error, lines = _table(options)
+    costs, error, lines = table_of(options)
     if costs is None:
         return lowered, OverlapDecisions(plain, tuple(lines))
     chooser = _Chooser(fusion, costs, error, should_merge, options)
@@ -414,7 +414,7 @@ def _nothing(fusion: Fusion) -> Iterator[str]:
         yield "no product stands beside a communication that could be cut with it"
 
 
-def _table(options: Options) -> tuple[Costs | None, float, list[str]]:
+def table_of(options: Options) -> tuple[Costs | None, float, list[str]]:
     """Return the table that counts, the error that a gain has to exceed, and lines for the user."""
     is_measured = options.overlap == "measure"
     usual, lines = backend_choice(options.backend).usual, list[str]()

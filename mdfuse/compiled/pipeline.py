@@ -8,8 +8,9 @@ from functools import partial
 
 from mdfuse import hir_lowering
 from mdfuse.compiled.leaf_program import on_leaves
-from mdfuse.compiled.overlap import OverlapDecisions, left
+from mdfuse.compiled.overlap import left
 from mdfuse.compiled.program import Program
+from mdfuse.compiled.program_files import ProgramParts, from_files
 from mdfuse.compiled.segments import Segment, segments_of
 from mdfuse.compiled.specialisations import Lowerings
 from mdfuse.config import Options, options_from_environment
@@ -119,6 +120,25 @@ class _Lower:
     should_merge: ShouldMerge | None
     schedule: Schedule | None = None
 
+    def program(self, fusion: Fusion, symbolic: Lowerings | None) -> Program:
+        """Return the program; with symbolic extents, that of the first lowering."""
+        if symbolic is None:
+            how = ("pipeline", self.batch, self.wanted) if self.should_merge is None else None
+            x = from_files(fusion, self.options, how, lambda: self._parts(*self(fusion)))
+        else:
+            first = symbolic.first()
+            x = self._parts(first.fusion, first.segments, first.host)
+        return Program(
+            x.fusion, x.segments, x.host, self.options, symbolic, x.schedule, overlap=x.overlap
+        )
+
+    def _parts(
+        self, fusion: Fusion, segments: tuple[Segment, ...], host: HostProgram
+    ) -> ProgramParts:
+        why = "microbatches are the only loop of a pipeline"
+        overlap = left(host, why, options_from_environment(self.options))
+        return ProgramParts(fusion, segments, host, overlap, self.schedule)
+
     def __call__(self, fusion: Fusion) -> tuple[Fusion, tuple[Segment, ...], HostProgram]:
         meshes = {v.layout.mesh for v in fusion.values.values() if v.layout is not None}
         if len(meshes) > 1 or self.wanted is not None:
@@ -127,23 +147,6 @@ class _Lower:
             fusion, self.should_merge, options=self.options, batch=_with_rows(fusion, self.batch)
         )
         return prepared, segments_of(prepared, parts, host, self.options), host
-
-    def program(self, fusion: Fusion, symbolic: Lowerings | None) -> Program:
-        """Return the program; with symbolic extents, that of the first lowering."""
-        if symbolic is None:
-            prepared, segments, host = self(fusion)
-        else:
-            first = symbolic.first()
-            prepared, segments, host = first.fusion, first.segments, first.host
-        return Program(
-            prepared,
-            segments,
-            host,
-            self.options,
-            symbolic,
-            schedule=self.schedule,
-            overlap=_left(host, self.options),
-        )
 
     def in_stages(self, fusion: Fusion) -> tuple[Fusion, tuple[Segment, ...], HostProgram]:
         """Lower a fusion whose stages follow a schedule."""
@@ -185,11 +188,6 @@ def _with_rows(fusion: Fusion, batch: Batch) -> Batch | None:
         each = max(1, -(-rows // batch.count))
         count = max(count, -(-rows // each))
     return replace(batch, count=count) if count > 1 else None
-
-
-def _left(host: HostProgram, options: Options | None) -> OverlapDecisions | None:
-    why = "microbatches are the only loop of a pipeline"
-    return left(host, why, options_from_environment(options))
 
 
 def _stages(fusion: Fusion, wanted: str | Schedule | None) -> Stages:

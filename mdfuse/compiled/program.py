@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from mdfuse.caching import Cache
+from mdfuse.caching import Cache, Forgetful
 from mdfuse.communication import Communication
 from mdfuse.compiled import overlap
 from mdfuse.compiled.advice import advice
@@ -19,6 +19,7 @@ from mdfuse.compiled.backend_report import between_carriers, elsewhere, staging,
 from mdfuse.compiled.microbatch_lines import microbatch_lines
 from mdfuse.compiled.overlap import OverlapDecisions
 from mdfuse.compiled.post_reasons import post_reason
+from mdfuse.compiled.program_files import ProgramParts, from_files
 from mdfuse.compiled.segments import Segment, last_uses, program_limit, segments_of
 from mdfuse.compiled.specialisations import Lowering, Lowerings, lowerings_of
 from mdfuse.config import Options, environment, not_options, options_from_environment
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Program:
+class Program(Forgetful):
     """One program for all ranks; printing it shows the global host program.
 
     Attributes:
@@ -81,10 +82,6 @@ class Program:
     symbolic: Lowerings | None = None
     schedule: Schedule | None = None
     overlap: OverlapDecisions | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the fields alone: a copy has not run, so it has neither plans nor communicator."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def __str__(self) -> str:
         return str(self.host) if self.symbolic is None else str(self.symbolic.lowerings[0])
@@ -486,6 +483,13 @@ def lowered(
         (first,) = symbolic.lowerings
         left = overlap.left(first.host, "it has symbolic extents", chosen)
         return Program(first.fusion, first.segments, first.host, options, symbolic, overlap=left)
-    (fusion, parts, host), decisions = overlap.lower(named.fusion, should_merge, options)
-    segments = segments_of(fusion, parts, host, options)
-    return Program(fusion, segments, host, options, overlap=decisions)
+    lower = partial(_lowered, named.fusion, options, should_merge)
+    x = from_files(named.fusion, options, ("compile",) if should_merge is None else None, lower)
+    return Program(x.fusion, x.segments, x.host, options, overlap=x.overlap)
+
+
+def _lowered(
+    fusion: Fusion, options: Options | None, should_merge: ShouldMerge | None
+) -> ProgramParts:
+    (fusion, parts, host), decisions = overlap.lower(fusion, should_merge, options)
+    return ProgramParts(fusion, segments_of(fusion, parts, host, options), host, decisions)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from mdfuse import hir_lowering
-from mdfuse.caching import Cache
+from mdfuse.caching import Cache, Forgetful
 from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import MdfuseError, ProgramError
 from mdfuse.extents.assumptions import Guard
@@ -48,7 +48,7 @@ def program_limit(options: Options | None) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Segment:
+class Segment(Forgetful):
     """A part of a program that runs by itself: a reshard, or expressions between reshards.
 
     Attributes:

@@ -9,9 +9,10 @@ that goes back through a `set` has the layout of the set's operand.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from mdfuse.errors import BACKWARD, RECOMPUTED, DefinitionError, Source
@@ -300,11 +301,20 @@ class _Backward:
         if block is None:
             return name
         if block not in self.again:
-            made_by = {x: e for e in self.exprs for x in e.outputs if self._block(x) == block}
+            made_by = {x: e for x, e in self._in_blocks[block] if self._block(x) == block}
             self.again[block] = Recomputation(made_by, self._record_again)
         new = str(self.again[block](name))
         self.scribe.line = line
         return new
+
+    @cached_property
+    def _in_blocks(self) -> dict[int | None, list[tuple[str, Expr]]]:
+        """Block -> the values that were ever in it, with their expressions."""
+        blocks = defaultdict[int | None, list[tuple[str, Expr]]](list)
+        for e in self.exprs:
+            for x in e.outputs:
+                blocks[self._block(x)].append((x, e))
+        return blocks
 
     def _block(self, name: str) -> int | None:
         """Return the `recompute` block that a value is defined in."""

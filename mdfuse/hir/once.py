@@ -17,7 +17,7 @@ def once(function: Callable[[HostProgram], T]) -> Callable[[HostProgram], T]:
     The value lies beside the program's own cached properties, so it goes with the program. An error
     is not kept.
     """
-    key = f"{function.__module__}.{function.__qualname__}"
+    key = _key(function)
 
     @wraps(function)
     def remembered(program: HostProgram) -> T:
@@ -28,3 +28,12 @@ def once(function: Callable[[HostProgram], T]) -> Callable[[HostProgram], T]:
         return value
 
     return remembered
+
+
+def note(function: Callable[[HostProgram], T], program: HostProgram, value: T) -> None:
+    """Note the value of a function that is computed once, where it is known from elsewhere."""
+    vars(program)[_key(function)] = value
+
+
+def _key(function: Callable[[HostProgram], T]) -> str:
+    return f"{function.__module__}.{function.__qualname__}"

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from mdfuse.caching import Forgetful
 from mdfuse.communication import Communication
 from mdfuse.errors import ProgramError, Source
 from mdfuse.extents.expressions import UNKNOWN, Index, Term, resolve
@@ -228,7 +229,7 @@ class Instruction:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostProgram:
+class HostProgram(Forgetful):
     """A host program: instructions for all ranks, or for one.
 
     Attributes:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from mdfuse.caching import Forgetful
 from mdfuse.errors import MdfuseError, Source
 from mdfuse.extents.expressions import Index
 from mdfuse.layouts.layout import Layout, Placement
@@ -200,7 +201,7 @@ class Expr:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fusion:
+class Fusion(Forgetful):
     """A tensor program in global view: expressions in the order of their definition."""
 
     name: str

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
+from mdfuse.caching import Forgetful
 from mdfuse.errors import LayoutError, MeshError, shown
 from mdfuse.extents.expressions import Term, resolve
 from mdfuse.layouts.blocks import Blocks, Cut, chunks_as_blocks
@@ -38,7 +39,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-class Layout:
+class Layout(Forgetful):
     """A mesh, one placement per mesh axis, and the order of axes that split one dim.
 
     Args:

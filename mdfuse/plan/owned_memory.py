@@ -93,12 +93,24 @@ def _bases(lines: Sequence[Line]) -> dict[int, frozenset[int]]:
     for line in lines:
         if line.run is None:
             continue
-        shared = frozenset().union(*(bases[slot] for slot in line.shares))
+        shared = _together([bases[slot] for slot in line.shares])
         for slot in line.targets:
             is_own = line.new is not None or line.makes
             own_base = frozenset({slot}) if is_own else frozenset()
-            bases[slot] = bases[slot] | shared | own_base
+            bases[slot] = _together([bases[slot], shared, own_base])
     return bases
+
+
+def _together(sets: Sequence[frozenset[int]]) -> frozenset[int]:
+    """Return all slots of some sets: a set itself, which may be large, where the others are empty.
+
+    A list of results shares memory with hundreds of slots, and so does each slot that it fills.
+    """
+    some = [x for x in sets if x]
+    if not some:
+        return frozenset()
+    first, *others = some
+    return first.union(*others) if others else first
 
 
 def in_place(lines: Sequence[Line], results: Sequence[int | None]) -> tuple[Line, ...]:

@@ -44,10 +44,10 @@ def unit_key(lines: Sequence[Line], takes: Sequence[int], makes: Sequence[int]) 
         args = tuple(_value(x, number) for x in line.args)
         kwargs = tuple((k, _value(x, number)) for k, x in line.kwargs)
         calls.append((_value(line.run, number), args, kwargs, tuple(map(number, line.targets))))
-    return *calls, tuple(map(number, makes)), _settings()
+    return *calls, tuple(map(number, makes)), settings()
 
 
-def _settings() -> tuple[Hashable, ...]:
+def settings() -> tuple[Hashable, ...]:
     """Return torch's settings that decide the trace of calls."""
     backends = torch.backends.cuda
     return (
@@ -70,7 +70,7 @@ def name_of(key: Hashable) -> str | None:
         text = "".join(_texts(key))
     except _OnlyHereError:
         return None
-    return hashlib.sha256(f"{_own_code()} {text}".encode()).hexdigest()
+    return hashlib.sha256(f"{own_code()} {text}".encode()).hexdigest()
 
 
 class _OnlyHereError(Exception):
@@ -88,7 +88,7 @@ def _texts(x: Any) -> list[str]:
 
 
 @cache
-def _own_code() -> str:
+def own_code() -> str:
     """Return a digest of mdfuse's modules, since keys hold no code of the functions called."""
     digest = hashlib.sha256()
     for path in sorted(Path(PACKAGE).rglob("*.py")):

@@ -150,7 +150,7 @@ def test_whole_programs_are_the_best_of_all_choices(
     chosen = 0
     for seed in range(10):
         costs = drawn(seed)
-        monkeypatch.setattr("mdfuse.compiled.overlap._table", lambda _, c=costs: (c, 0.0, []))
+        monkeypatch.setattr("mdfuse.compiled.overlap.table_of", lambda _, c=costs: (c, 0.0, []))
         lowered, _ = find(plain, None, AUTO)
         seconds = timeline(lowered[-1], costs).seconds
         before, *others = (timeline(host, costs).seconds for host in hosts)
@@ -546,7 +546,7 @@ def test_what_could_save_little_is_rightly_left(
     fd = trained(3, 64) if is_by_layers else case.definition(LINE, draw.choice((13, 64)))
     by: Any = "layer" if is_by_layers else 0
     costs = drawn(seed)
-    monkeypatch.setattr("mdfuse.compiled.overlap._table", lambda _: (costs, 0.0, []))
+    monkeypatch.setattr("mdfuse.compiled.overlap.table_of", lambda _: (costs, 0.0, []))
     lowered = hir_lowering.lower(fd.fusion, options=Options(bucket_bytes=by, prefetch_bytes=by))
     options = replace(AUTO, bucket_bytes=by, prefetch_bytes=by)
     (_, _, host), _ = find(lowered, None, options)
@@ -573,7 +573,7 @@ def test_savings_of_stages_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
                 x = (fd.ops.set(x.sin()).on(mesh, split) * 2.0).sin()
             x = (fd.ops.relu(x @ w) @ v).on(mesh, split)
         fd.add_output(x)
-    monkeypatch.setattr("mdfuse.compiled.overlap._table", lambda _: (costs, 0.0, []))
+    monkeypatch.setattr("mdfuse.compiled.overlap.table_of", lambda _: (costs, 0.0, []))
     lowered = hir_lowering.lower(fd.fusion, None, options=PLAIN)
     best, _ = find(lowered, None, AUTO)
     plain, chosen = (_timeline(host, costs).seconds for host in (lowered[-1], best[-1]))

@@ -120,11 +120,11 @@ def test_another_mdfuse_gives_other_names(tmp_path: Path, monkeypatch: pytest.Mo
     wanted = name_of(key(line(torch.add, SlotRef(1), 1)))
     (tmp_path / "changed.py").write_text("")
     monkeypatch.setattr(unit_keys, "PACKAGE", str(tmp_path))
-    unit_keys._own_code.cache_clear()
+    unit_keys.own_code.cache_clear()
     try:
         assert name_of(key(line(torch.add, SlotRef(1), 1))) != wanted
     finally:
-        unit_keys._own_code.cache_clear()
+        unit_keys.own_code.cache_clear()
 
 
 def test_constants_in_sets() -> None:

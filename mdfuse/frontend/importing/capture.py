@@ -28,7 +28,7 @@ from mdfuse.frontend.importing.submodules import PREFIX
 from mdfuse.frontend.plain import brief
 from mdfuse.frontend.spec import TensorSpec
 from mdfuse.names import as_name
-from mdfuse.torch_private import late_code, writes
+from mdfuse.torch_private import frames_once, late_code, writes
 from mdfuse.trees import flattened, key_text, tensor_in_constant, tensor_inside, unflattened
 
 
@@ -215,7 +215,7 @@ def _captured(
     names = _argument_names(module, [path for path, x in paths if isinstance(x, _TENSORS)], args)
     dynamic = dims_of_tensors(module, args, kwargs or {}, dynamic_shapes, names)
     try:
-        with warnings.catch_warnings(), late_code(), own_backwards() as backwards:
+        with warnings.catch_warnings(), late_code(), frames_once(), own_backwards() as backwards:
             warnings.simplefilter("ignore")
             dims = None if dynamic is None else (tuple(dynamic),)
             exported = torch.export.export(whole, tensors, dynamic_shapes=dims, strict=False)

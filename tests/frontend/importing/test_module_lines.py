@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 import mdfuse as mf
 from mdfuse import DeviceMesh
 from mdfuse.errors import DefinitionError, Source, user_source
+from mdfuse.frontend.importing import capture
 from mdfuse.frontend.importing.module_lines import called_at, line_of
 
 HERE = Path(__file__)
@@ -61,3 +63,15 @@ def test_lines_of_torch_s_own_modules_can_be_read() -> None:
 
 
 # MARK
+
+
+def test_lines_that_torch_notes_are_those_of_its_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+
+    def traces() -> list[str | None]:
+        nodes = capture.capture(module, (torch.zeros(2, 3, 4),)).graph.graph.nodes
+        return [node.meta.get("stack_trace") for node in nodes]
+
+    once = traces()
+    monkeypatch.setattr(capture, "frames_once", nullcontext)
+    assert once == traces() and any("return F.linear(" in (text or "") for text in once)
