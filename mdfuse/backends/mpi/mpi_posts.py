@@ -22,7 +22,7 @@ from mdfuse.backends.transfers import Post, Transfer, transferred
 from mdfuse.backends.work import DONE, Posted
 from mdfuse.errors import CommunicationError
 from mdfuse.layouts.call import Call
-from mdfuse.layouts.kinds import REDUCING, by_kind, source_blocks
+from mdfuse.layouts.kinds import KINDS, REDUCING, by_kind, source_blocks
 from mdfuse.layouts.reduction import check_reduction, working_dtype
 
 #: Both ends match the i-th send to the i-th receive, so that one tag serves all.
@@ -109,59 +109,35 @@ def check_sizes(call: Call, buffers: Sequence[Tensor]) -> None:
 # -- collectives ---------------------------------------------------------------------------------
 
 
-def _unless_empty(
-    team: MpiTeam, call: Call, begin: Callable[[Sequence[Tensor], Sequence[Tensor]], Any]
-) -> Post:
+#: Kind -> the method that begins it, and its arguments: what is sent and received, each None where
+#: this rank has none, the reduce op and the root.
+_METHODS: dict[str, tuple[str, Callable[[Any, Any, Any, int], tuple[Any, ...]]]] = {
+    "Allgather": ("Iallgather", lambda src, dst, op, root: (src, dst)),
+    "ReduceScatter": ("Ireduce_scatter_block", lambda src, dst, op, root: (src, dst, op)),
+    "Allreduce": ("Iallreduce", lambda src, dst, op, root: (src, dst, op)),
+    "Broadcast": ("Ibcast", lambda src, dst, op, root: (src or dst, root)),
+    "Reduce": ("Ireduce", lambda src, dst, op, root: (src, dst, op, root)),
+}
+
+
+def _collective(team: MpiTeam, call: Call, dtype: torch.dtype) -> Post:
     """Return a post that makes one request; without elements, which no rank has then, none."""
+    name, arguments = _METHODS[call.kind]
+    start, memory = getattr(team.comm(call), name), team.memory
+    reduces, is_in_place = call.kind in REDUCING, call.kind == "Allreduce"
+    kind = (reducing_type if reduces else carrying_type)(team.mpi, dtype)
+    op = reduce_op(team.mpi, call.reduce_op, dtype) if reduces else None
+    root = root_index(call) if KINDS[call.kind].has_root else -1
 
     def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
         if not (srcs or dsts)[0].numel():
             return DONE
-        return team.posted(call, (begin(srcs, dsts),), (*srcs, *dsts))
+        src, dst = ([memory(x[0]), kind] if x else None for x in (srcs, dsts))
+        if is_in_place and srcs[0].data_ptr() == dsts[0].data_ptr():
+            src = team.mpi.IN_PLACE
+        return team.posted(call, (start(*arguments(src, dst, op, root)),), (*srcs, *dsts))
 
     return post
-
-
-def _allgather(team: MpiTeam, call: Call, dtype: torch.dtype) -> Post:
-    kind, start, memory = carrying_type(team.mpi, dtype), team.comm(call).Iallgather, team.memory
-    return _unless_empty(team, call, lambda s, d: start([memory(s[0]), kind], [memory(d[0]), kind]))
-
-
-def _reduce_scatter(team: MpiTeam, call: Call, dtype: torch.dtype) -> Post:
-    kind, op = reducing_type(team.mpi, dtype), reduce_op(team.mpi, call.reduce_op, dtype)
-    start, memory = team.comm(call).Ireduce_scatter_block, team.memory
-    return _unless_empty(
-        team, call, lambda s, d: start([memory(s[0]), kind], [memory(d[0]), kind], op)
-    )
-
-
-def _allreduce(team: MpiTeam, call: Call, dtype: torch.dtype) -> Post:
-    kind, op = reducing_type(team.mpi, dtype), reduce_op(team.mpi, call.reduce_op, dtype)
-    start, memory, in_place = team.comm(call).Iallreduce, team.memory, team.mpi.IN_PLACE
-
-    def begin(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Any:
-        src, dst = srcs[0], dsts[0]
-        given = in_place if src.data_ptr() == dst.data_ptr() else [memory(src), kind]
-        return start(given, [memory(dst), kind], op)
-
-    return _unless_empty(team, call, begin)
-
-
-def _broadcast(team: MpiTeam, call: Call, dtype: torch.dtype) -> Post:
-    kind, root = carrying_type(team.mpi, dtype), root_index(call)
-    start, memory = team.comm(call).Ibcast, team.memory
-    return _unless_empty(team, call, lambda s, d: start([memory((s or d)[0]), kind], root))
-
-
-def _reduce(team: MpiTeam, call: Call, dtype: torch.dtype) -> Post:
-    kind, op = reducing_type(team.mpi, dtype), reduce_op(team.mpi, call.reduce_op, dtype)
-    root, start, memory = root_index(call), team.comm(call).Ireduce, team.memory
-
-    def begin(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Any:
-        into = [memory(dsts[0]), kind] if dsts else None
-        return start([memory(srcs[0]), kind], into, op, root)
-
-    return _unless_empty(team, call, begin)
 
 
 def _alltoall(team: MpiTeam, call: Call, dtype: torch.dtype) -> Post:
@@ -288,12 +264,8 @@ _Builder = Callable[[MpiTeam, Call, torch.dtype], Post]
 
 _CALLS: dict[str, _Builder] = by_kind(
     {
-        "Allgather": _allgather,
-        "ReduceScatter": _reduce_scatter,
-        "Allreduce": _allreduce,
+        **dict.fromkeys(_METHODS, _collective),
         "AllToAll": _alltoall,
-        "Broadcast": _broadcast,
-        "Reduce": _reduce,
         "Gather": _gather,
         "Scatter": _scatter,
     },
