@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import pairwise, zip_longest
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +30,6 @@ from mdfuse.plan.build import Plan
 from mdfuse.plan.captures import GraphRecorder, give_up, undisturbed
 from mdfuse.plan.context import CALLER_SLOT
 from mdfuse.plan.lines import Function, Line, write
-from mdfuse.plan.places import picked
 from mdfuse.plan.replays import AddressMisses, Captured, Quick, Ready, quick, ready, unwatched
 from mdfuse.plan.tensor_meta import Form, all_new, empty, form_of
 
@@ -169,7 +169,7 @@ class GraphPlan:
             for n, slot in enumerate(self.plan.outputs)
         ]
         self._new_places = [n for n, slot in enumerate(self._parameters) if slot in self._new]
-        self._taken = picked(self._places)
+        self._taken = _picked(self._places)
         pairs = zip(self._places, self.plan.outputs, strict=True)
         self._is_simple = not self.numbers and not any(
             place is None and slot is not None for place, slot in pairs
@@ -466,3 +466,13 @@ def _maker(chain: Sequence[Line], slot: int) -> Callable[[Mapping[int, Any]], An
         return slots[slot]
 
     return make
+
+
+def _picked(places: Sequence[int | None]) -> Callable[[Sequence[Any]], list[Any]]:
+    """Return the function that takes the values at some places, and None where it is None."""
+    if len(places) == 1 and (place := places[0]) is not None:
+        return lambda values: [values[place]]
+    if None in places or not places:
+        return lambda values: [None if n is None else values[n] for n in places]
+    taken = itemgetter(*places)
+    return lambda values: [*taken(values)]
