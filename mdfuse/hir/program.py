@@ -178,6 +178,17 @@ class Instruction:
         for inner in (*self.body, *self.orelse):
             yield from inner.walk()
 
+    def renamed(self, names: Mapping[str, str]) -> Instruction:
+        """Return the instruction with other names for some buffers, inside its blocks, too."""
+        if not (self.body or self.orelse) and names.keys().isdisjoint((*self.reads, *self.outputs)):
+            return self
+        return self.changed(
+            inputs=tuple([names.get(x, x) if isinstance(x, str) else x for x in self.inputs]),
+            outputs=tuple([names.get(x, x) for x in self.outputs]),
+            body=tuple([i.renamed(names) for i in self.body]),
+            orelse=tuple([i.renamed(names) for i in self.orelse]),
+        )
+
     def changed(self, **fields: Any) -> Instruction:
         """Return the instruction with these fields; itself where it has them already."""
         pairs = [(getattr(self, name), value) for name, value in fields.items()]

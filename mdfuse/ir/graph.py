@@ -194,6 +194,11 @@ class Expr:
         """The attributes as keyword arguments."""
         return dict(self.attrs)
 
+    def reading(self, names: Mapping[str, str]) -> Expr:
+        """Return the expression with other operands: those of these names, by their new ones."""
+        inputs = tuple([names.get(x, x) if isinstance(x, str) else x for x in self.inputs])
+        return self if inputs == self.inputs else replace(self, inputs=inputs)
+
     def attrs_text(self) -> str:
         """The attributes as programs print them."""
         return attrs_text(self.attrs)

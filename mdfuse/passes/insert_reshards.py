@@ -221,7 +221,6 @@ def _rewrite(rewriter: _Rewriter, expr: Expr) -> None:
         rewriter.notes.read(expr, strategy.wanted)
     for operand, layout in strategy.wanted.items():
         names[operand] = rewriter.reshard(operand, layout, expr, streams.get(operand))
-    inputs = tuple(names.get(x, x) if isinstance(x, str) else x for x in expr.inputs)
     local_names = {}
     for name, layout in zip(expr.outputs, strategy.results, strict=True):
         is_there = rewriter.layout(name) == layout
@@ -229,8 +228,8 @@ def _rewrite(rewriter: _Rewriter, expr: Expr) -> None:
     outputs = tuple(local_names.values())
     if is_view(expr):
         rewriter.notes.add(expr)
-    is_same = inputs == expr.inputs and outputs == expr.outputs
-    rewriter.exprs.append(expr if is_same else replace(expr, inputs=inputs, outputs=outputs))
+    read = expr.reading(names)
+    rewriter.exprs.append(read if outputs == expr.outputs else replace(read, outputs=outputs))
     for name, local in local_names.items():
         if local != name:
             moved = Expr(op="set", inputs=(local,), outputs=(name,), source=expr.source)

@@ -268,8 +268,7 @@ def once(fusion: Fusion, is_near: Callable[[str], bool] = lambda _: True) -> Fus
     values, exprs, known = dict(fusion.values), list[Expr](), dict[object, tuple[str, ...]]()
     instead: dict[str, str] = {}
     for expr in fusion.exprs:
-        inputs = (instead.get(x, x) if isinstance(x, str) else x for x in expr.inputs)
-        expr = replace(expr, inputs=tuple(inputs))
+        expr = expr.reading(instead)
         where = tuple((values[n].layout, values[n].dtype) for n in expr.outputs)
         key = comparable((expr.op, expr.inputs, expr.attrs, where))
         is_whole = all(values[name].stream is None for name in expr.outputs)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from mdfuse.communication import Communication
 from mdfuse.extents.expressions import Index, Term, calc
 from mdfuse.hir.emit.loop import Loop
-from mdfuse.hir.emit.sets import Emitter, copy_into, dense, emit_post, emit_steps, local, renamed
+from mdfuse.hir.emit.sets import Emitter, copy_into, dense, emit_post, emit_steps, local
 from mdfuse.hir.program import Instruction
 from mdfuse.ir.graph import Expr
 from mdfuse.layouts.layout import Layout, Partial
@@ -73,7 +73,7 @@ def _post_into(out: Emitter, landed: str, result: str) -> bool:
         return False
     (slice_,) = (i for i in out.code if result in i.outputs)
     code = [slice_ if i is writers[0] else i for i in out.code if i is not slice_]
-    out.code[:] = [renamed(i, landed, result) for i in code]
+    out.code[:] = [i.renamed({landed: result}) for i in code]
     del out.types[landed]
     return True
 

@@ -141,19 +141,6 @@ def copy_into(
     )
 
 
-def renamed(i: Instruction, old: str, new: str) -> Instruction:
-    """Return an instruction with another name for a buffer, also inside its blocks."""
-    if not (i.body or i.orelse or old in i.outputs or old in i.inputs):
-        return i
-    return replace(
-        i,
-        inputs=tuple(new if x == old else x for x in i.inputs),
-        outputs=tuple(new if x == old else x for x in i.outputs),
-        body=tuple(renamed(j, old, new) for j in i.body),
-        orelse=tuple(renamed(j, old, new) for j in i.orelse),
-    )
-
-
 def emit_set(out: Emitter, expr: Expr) -> None:
     """Append a set: nothing, local slices, or communications with their buffers.
 
@@ -184,7 +171,7 @@ def _copy_delivered(out: Emitter, expr: Expr, start: int) -> None:
     if not any(i.op == "alloc" and name in i.outputs for i in out.code[start:]):
         return
     landed = out.new(f"{name}.recv", out.types[name])
-    out.code[start:] = [renamed(i, name, landed) for i in out.code[start:]]
+    out.code[start:] = [i.renamed({name: landed}) for i in out.code[start:]]
     out.dense.discard(name)
     out.code.append(copy_into(landed, name, expr.source))
 

@@ -349,7 +349,7 @@ class _Layers:
         dropped.update(n for n in program.inputs if self.reader(n) in left_out)
         end = self.start + self.count * self.period
         code = list(program.instructions[: self.start + 2 * self.period])
-        code += [_with_names(i, new) for i in program.instructions[end:]]
+        code += [i.renamed(new) for i in program.instructions[end:]]
         return Shortened(
             name=program.name,
             types={n: kind for n, kind in program.types.items() if n not in dropped},
@@ -366,13 +366,3 @@ class _Layers:
         for step in self.renamed[1:]:
             names = {x: step[y] for x, y in names.items()}
         return {y: x for x, y in names.items()}
-
-
-def _with_names(i: Instruction, new: dict[str, str]) -> Instruction:
-    """Return an instruction with other names."""
-    if not new:
-        return i
-    inputs = tuple([new.get(x, x) if isinstance(x, str) else x for x in i.inputs])
-    outputs = tuple([new.get(x, x) for x in i.outputs])
-    body, orelse = (tuple(_with_names(j, new) for j in b) for b in (i.body, i.orelse))
-    return i.changed(inputs=inputs, outputs=outputs, body=body, orelse=orelse)
