@@ -67,10 +67,15 @@ class BufferType:
     counts: str | None = None
     each: int | None = None
 
+    @property
+    def placed(self) -> Layout:
+        """The layout of what is no number."""
+        assert self.layout is not None
+        return self.layout
+
     def box(self, rank: int) -> Box:
         """Return the part of the whole that a rank holds, without padding; see `Layout.box_at`."""
-        assert self.layout is not None
-        return self.layout.box(self.shape, rank)
+        return self.placed.box(self.shape, rank)
 
     def runs(self, rank: int) -> dict[int, Rows]:
         """Return for each dim in blocks the rows that a rank holds of it."""
@@ -101,8 +106,7 @@ class BufferType:
     def _padded(
         self, padding: Padding, shape: tuple[int, ...], rank: int | None
     ) -> tuple[int, ...]:
-        assert self.layout is not None
-        whole = self.layout
+        whole = self.placed
         if padding.side == "block" and padding.axis is not None:
             whole = whole.with_placement(padding.axis, Replicate())
         rows = whole.local_shape(self.shape, rank)[padding.dim]

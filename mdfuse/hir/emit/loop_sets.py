@@ -138,8 +138,7 @@ def _piece(loop: Loop, value: str, name: str, expr: Expr) -> str:
         return name
     index = calc("mod", Term("index", loop.name), loop.pieces)
     kind, stream = loop.out.types[name], loop.stream(expr.output).of_shard(loop.pieces)
-    assert kind.layout is not None
-    layout = kind.layout.with_stream(stream.at(index))
+    layout = kind.placed.with_stream(stream.at(index))
     kind = replace(kind, layout=layout)
     piece = loop.out.op("chunk", f"{value}.{loop.name}.piece", kind, (name,), expr.source)
     if name in loop.out.dense and all(n == 1 for n in kind.shape[: stream.dim]):

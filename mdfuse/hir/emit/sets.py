@@ -153,13 +153,12 @@ def emit_set(out: Emitter, expr: Expr) -> None:
     """
     (operand,) = expr.reads
     source, target = out.fusion.values[operand], out.fusion.values[expr.output]
-    assert source.layout is not None and target.layout is not None
     squeezed = without_expanded(out.fusion, expr)
     if squeezed is not None:
         _emit_expanded(out, expr, operand, squeezed)
         return
     start = len(out.code)
-    emit_steps(out, expr, operand, source.layout, target.layout, source.shape, expr.output)
+    emit_steps(out, expr, operand, source.placed, target.placed, source.shape, expr.output)
     required = out.stated.get(expr.output, target.order if target.is_order_required else None)
     if required not in (None, tuple(range(len(target.shape)))) and out.code[start:]:
         _copy_delivered(out, expr, start)

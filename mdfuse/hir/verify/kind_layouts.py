@@ -400,15 +400,14 @@ def buffer_problem(comm: Communication, side: int, kind: BufferType, rank: int |
         want, padding = buffer_type(comm, side), padding_of(comm, side)
     except (MdfuseError, AssertionError, ValueError, StopIteration) as error:
         return str(error) or "its layouts mean nothing"
-    assert kind.layout is not None and want.layout is not None
     if kind.flat != want.flat:
         return "it is flat" if kind.flat else "it is to be packed"
     if kind.padding is not None and kind.padding != padding:
         return f"it is padded as {kind.padding}, not as {padding}"
     ndim = len(want.shape)
-    if kind.shape == want.shape and is_alike(kind.layout, want.layout, ndim):
+    if kind.shape == want.shape and is_alike(kind.placed, want.placed, ndim):
         return None
-    is_free = kind.padding is None and not kind.flat and kind.layout.varying_axes
+    is_free = kind.padding is None and not kind.flat and kind.placed.varying_axes
     if is_free and is_said(kind, want, rank):
         return None
-    return f"it is to be {list(want.shape)} {want.layout}"
+    return f"it is to be {list(want.shape)} {want.placed}"
