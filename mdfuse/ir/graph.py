@@ -133,6 +133,12 @@ class Value:
             n *= 1 if dim in self.expanded else extent
         return n
 
+    @property
+    def placed(self) -> Layout:
+        """The layout of a value that has one."""
+        assert self.layout is not None
+        return self.layout
+
     def copies_beside(self, expr: Expr) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
         """Return the layouts of copies that others need, and of views of what they need."""
         others: tuple[dict[Layout, None], ...] = {}, {}

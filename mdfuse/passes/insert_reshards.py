@@ -60,8 +60,7 @@ class _Rewriter:
     origins: dict[str, str] = field(default_factory=dict)
 
     def layout(self, value: str) -> Layout:
-        layout = self.values[value].layout
-        assert layout is not None
+        layout = self.values[value].placed
         return layout
 
     def form(self, source: str, layout: Layout, stream: Stream) -> str | None:
@@ -253,10 +252,9 @@ def _local(rewriter: _Rewriter, out: Value, layout: Layout) -> str:
 
     It is streamed with the result, where the set between them reads it in chunks.
     """
-    assert out.layout is not None
     how = None
     if out.stream is not None and not out.expanded:
-        how = form(layout, out.layout, out.stream, out.shape[out.stream.dim])
+        how = form(layout, out.placed, out.stream, out.shape[out.stream.dim])
     if how is None:
         rewriter.values[out.name] = replace(out, stream=None)
     stream = out.stream if how is not None and FORMS[how][0] else None

@@ -355,9 +355,9 @@ def _is_read(x: object, values: Mapping[str, Value]) -> bool:
 
 def is_cut(fusion: Fusion, expr: Expr, value: Value) -> bool:
     """Return whether a set goes chunk by chunk; else it goes whole, and what is around it."""
-    assert value.layout is not None and value.stream is not None
+    assert value.stream is not None
     extent = value.shape[value.stream.dim]
-    return form(fusion.layout(expr.reads[0]), value.layout, value.stream, extent) == "chunks"
+    return form(fusion.layout(expr.reads[0]), value.placed, value.stream, extent) == "chunks"
 
 
 def _needs_whole(

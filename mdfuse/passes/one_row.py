@@ -68,13 +68,13 @@ def _is_kept(label: int | None, labels: DimMap) -> bool:
 
 def _sum(maker: Maker, by: Expr, x: Value) -> str:
     """Append the sum of a value over its one row of the batch; return its name."""
-    assert x.stream is not None and x.layout is not None
+    assert x.stream is not None
     dim, shape, rows = x.stream.dim, x.shape, x.name
     how: dict[str, Any] = {"dims": (dim,), "keepdim": shape[dim] == 1, "dtype": x.dtype}
     if shape[dim] != 1:
         rows = maker.op(by, "reshape", rows, shape=(*shape[:dim], 1, *shape[dim:]))
-        moved = x.layout.with_dims({d: d + (d >= dim) for d in range(len(shape))})
+        moved = x.placed.with_dims({d: d + (d >= dim) for d in range(len(shape))})
         maker.values[rows] = replace(maker.values[rows], layout=moved)
     total = maker.op(by, "sum", rows, **how)
-    maker.values[total] = replace(maker.values[total], layout=x.layout)
+    maker.values[total] = replace(maker.values[total], layout=x.placed)
     return total
