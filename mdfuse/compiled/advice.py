@@ -1,11 +1,13 @@
-"""Advice: the largest reshards of a program, their reasons, and cheaper ways to write them."""
+"""The reasons of posts; the largest reshards of a program, and cheaper ways to write them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from mdfuse.communication import Communication
 from mdfuse.compiled.causal_shares import uneven_shares
 from mdfuse.config import Options, backend_choice, options_from_environment
+from mdfuse.hir.program import Instruction
 from mdfuse.ir.graph import Expr, Fusion, Value
 from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard
 from mdfuse.passes import chunk_losses, count_rows
@@ -114,3 +116,22 @@ def _of_split(
 
 def _on(axis: str, dim: int) -> str:
     return f'.on(mesh, {{"{axis}": Shard({dim})}})'
+
+
+def post_reason(i: Instruction) -> str:
+    """Return the reason for a post or a receive."""
+    if i.comm is not None:
+        note = f" ({i.source.note})" if i.source is not None and i.source.note else ""
+        return f"{i.comm}: {i.comm.source} -> {i.comm.destination}, {_why(i.comm)}{note}"
+    along = f" along {i.kwargs['axis']}" if "axis" in i.kwargs else ""
+    return f"Recv %{i.reads[0]} from {i.kwargs['from']}{along}, which sends it: a ring"
+
+
+def _why(c: Communication) -> str:
+    if c.kind == "ReduceExchange":
+        return "no one collective does this; each rank receives the terms of what it is to have"
+    if c.kind == "Exchange":
+        return "no one collective does this; each rank receives just what it lacks"
+    if c.is_along_axes:
+        return f"the placement changes along {' and '.join(c.axes)}"
+    return "the meshes differ"

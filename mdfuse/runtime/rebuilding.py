@@ -11,17 +11,16 @@ from dataclasses import replace
 
 from mdfuse.backends.c10d.group_openers import default_group
 from mdfuse.bootstrap import Launch, detect
-from mdfuse.config import Options, backend_choice, options_from_environment
+from mdfuse.config import backend_choice, options_from_environment
 from mdfuse.errors import BackendError, ProgramError, shown
 from mdfuse.frontend.cache import FusionCache
 from mdfuse.interpreter.threads import keep_ready
 from mdfuse.runtime.agreement.epochs import Electorate, Excluded, asked
-from mdfuse.runtime.backend_rows import BACKENDS, auto
 from mdfuse.runtime.communicator import Communicator, follow, live, opened
 from mdfuse.runtime.first_meeting import Door, watch_for
 from mdfuse.runtime.membership import Member, Membership
 from mdfuse.runtime.null_world import NULL
-from mdfuse.runtime.opening import AT_EXIT
+from mdfuse.runtime.opening import AT_EXIT, loaded
 from mdfuse.runtime.stores import open_store
 from mdfuse.runtime.watch.hang_report import ranks_text
 from mdfuse.runtime.watch.watch import end_process
@@ -240,7 +239,7 @@ def _joined(settle_s: float | None) -> Communicator:
     """Join, as a new process, those that go on; see `rebuild`."""
     options = options_from_environment(None)
     keep_ready(AT_EXIT)
-    launch, names = detect(os.environ, default_group()), _backends(options)
+    launch, names = detect(os.environ, default_group()), loaded(backend_choice(options.backend))
     if launch.size == 1 or names[0] == NULL:
         raise BackendError(
             "rebuild(join=True) in a process of its own",
@@ -264,16 +263,6 @@ def _joined(settle_s: float | None) -> Communicator:
         settle_s=_SETTLE * watch.patience_s if settle_s is None else float(settle_s),
     )
     return _entered(door, electorate, epoch, None)
-
-
-def _backends(options: Options) -> tuple[str, ...]:
-    """Return the names of the backends, the first one first, with their libraries loaded."""
-    carriers = backend_choice(options.backend)
-    for named in carriers.names:
-        if named in BACKENDS:
-            BACKENDS[named].load()
-    usual = auto()[0] if carriers.usual == "auto" else carriers.usual
-    return (usual, *carriers.others)
 
 
 def _called(base: Store, place: int, timeout_s: float) -> tuple[str, str]:
