@@ -292,44 +292,33 @@ def _by_position(layout: Layout, ndim: int) -> tuple[object, ...]:
 
 
 def _exchange_problem(comm: Communication) -> Problem:
-    """Return what is wrong with an Exchange; None: nothing.
+    """Return what is wrong with an Exchange, or a ReduceExchange; None: nothing.
 
     Each rank receives what it lacks from ranks that have it; along axes that stay Partial, from
-    those that have a part of the same value.
+    those that have a part of the same value. In a ReduceExchange it receives a box of every term,
+    and reduces them.
     """
     if comm.axes:
         return "it is along no axis"
     source, destination = comm.source, comm.destination
     if source.varying_axes or destination.varying_axes:
         return f"no rank has a part of the value itself in {source} or {destination}"
-    staying = kept_terms(source, destination)
+    staying, chunk = kept_terms(source, destination), chunk_of(source)
+    if comm.kind == "ReduceExchange":
+        if chunk is not None or chunk_of(destination) is not None:
+            return "chunks of the parts are no chunk of the whole"
+        if len(staying) < len(destination.reduce_ops):
+            return f"{source} and {destination} do not have the same terms"
+        ops = {op for a, op in source.reduce_ops.items() if a not in dict(staying)}
+        is_right = ops == {comm.reduce_op}
+        return None if is_right else f"{source} is not to be reduced by {comm.reduce_op}"
     if not len(staying) == len(source.reduce_ops) == len(destination.reduce_ops):
         return f"{source} and {destination} are not to be reduced alike"
-    chunk = chunk_of(comm.source)
     if chunk is None:
         return None
     if cuts_alike(source, destination, chunk.dim % len(comm.shape)):
         return _other_chunk_problem(comm)
     return "chunks of the parts are no chunk of the whole"
-
-
-def _reduce_exchange_problem(comm: Communication) -> Problem:
-    """Return what is wrong with a ReduceExchange; None: nothing.
-
-    Each rank receives a box of every term from ranks that have it, and reduces them.
-    """
-    if comm.axes:
-        return "it is along no axis"
-    source, destination = comm.source, comm.destination
-    if source.varying_axes or destination.varying_axes:
-        return f"no rank has a part of the value itself in {source} or {destination}"
-    if chunk_of(source) is not None or chunk_of(destination) is not None:
-        return "chunks of the parts are no chunk of the whole"
-    staying = kept_terms(source, destination)
-    if len(staying) < len(destination.reduce_ops):
-        return f"{source} and {destination} do not have the same terms"
-    ops = {op for a, op in source.reduce_ops.items() if a not in dict(staying)}
-    return None if ops == {comm.reduce_op} else f"{source} is not to be reduced by {comm.reduce_op}"
 
 
 def _barrier_problem(comm: Communication) -> Problem:
@@ -349,7 +338,7 @@ _KINDS: dict[str, Callable[[Communication], Problem]] = by_kind(
         "Scatter": _scatter_problem,
         "SendRecv": _send_recv_problem,
         "Exchange": _exchange_problem,
-        "ReduceExchange": _reduce_exchange_problem,
+        "ReduceExchange": _exchange_problem,
         "Barrier": _barrier_problem,
     },
     tuple(KINDS),
