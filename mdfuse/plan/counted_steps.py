@@ -295,7 +295,7 @@ def post(i: Instruction, context: Context) -> PlanStep:
         for x, side in ((source, now.send_counts), (destination, now.recv_counts)):
             if x.numel() != sum(side) or not x.is_contiguous():
                 raise _other_rows(i, rank, x, sum(side) // max(size, 1))
-        return Pending((_counted(poster, now)((source,), (destination,)),))
+        return Pending((counted(poster, now)((source,), (destination,)),))
 
     args = tuple(map(context.ref, i.reads))
     handle, used = context.slot(i.outputs[0]), tuple(x.slot for x in args)
@@ -328,7 +328,7 @@ PREPARED: dict[str, Callable[[Instruction, Context], list[Line]]] = {
 }
 
 
-def _counted(poster: Any, call: Call) -> Poster:
+def counted(poster: Any, call: Call) -> Poster:
     """Return a poster with the counts of a run in place of those with which it was bound.
 
     All posters are data classes of a call and a team; what they keep for one call is left behind.
@@ -338,6 +338,6 @@ def _counted(poster: Any, call: Call) -> Poster:
         call: the same call, with other counts.
     """
     if isinstance(poster, Staged) and hasattr(poster.post, "call"):
-        return replace(poster, call=call, post=_counted(poster.post, call))
+        return replace(poster, call=call, post=counted(poster.post, call))
     bound: Poster = replace(poster, call=call)
     return bound
