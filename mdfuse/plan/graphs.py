@@ -208,7 +208,8 @@ class GraphPlan:
             return self._run(values)
         if at is None or out is not None:
             at = self._given_at(values)
-        one = self._ready.get(new := self._new_at(values), self._copying)
+        new = tuple([values[n].data_ptr() for n in self._new_places])
+        one = self._ready.get(new, self._copying)
         if one is None or not one.fits(at):
             return self._run(values)
         is_odd = one is self._copying and 0 not in self._copied_out
@@ -221,10 +222,6 @@ class GraphPlan:
         """Return the addresses of the caller's tensors."""
         pairs = zip(self._parameters, values, strict=True)
         return tuple([x.data_ptr() for slot, x in pairs if x is not None and slot not in self._new])
-
-    def _new_at(self, values: Sequence[Any]) -> tuple[int, ...]:
-        """Return the addresses of new outputs."""
-        return tuple([values[n].data_ptr() for n in self._new_places])
 
     def _buffers(self, out: Sequence[Any]) -> list[Any]:
         """Return the caller's buffers for outputs, and new ones for the others."""
