@@ -1,4 +1,4 @@
-"""Pointwise ops."""
+"""Pointwise ops; pairs of real numbers as complex ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from mdfuse.ir import calls, compound, dims, out_forms, shapes, slopes
 from mdfuse.ir.attributes import Attr, attr, word
 from mdfuse.ir.op_table import TABLE, row
-from mdfuse.ir.out_forms import DENSE, Writes, exact, on_tensors, rounded
+from mdfuse.ir.out_forms import ANYHOW, DENSE, Writes, exact, on_tensors, rounded
 
 
 def _binary(name: str, call: Callable[..., Any], writes: Writes, **fields: Any) -> None:
@@ -113,3 +113,16 @@ _unary("widen", calls.cast, exact(calls.cast), attr("dtype", "dtype", True), par
 _unary("round_terms", calls.cast, exact(calls.cast), attr("dtype", "dtype", True), partial="scale")
 row("where", lambda condition, a, b: torch.where(condition, a, b), dims.pointwise, shapes.broadcast,
     exact(out_forms.where), is_single=False, operands=(3, 3))  # fmt: skip
+for _name, _call in (
+    ("conj", torch.conj_physical),
+    ("real", lambda x: torch.real(x).clone()),
+    ("imag", lambda x: torch.imag(x).clone()),
+    ("angle", torch.angle),
+):
+    _unary(_name, _call, ANYHOW)
+_binary("complex", torch.complex, ANYHOW)
+_binary("polar", torch.polar, ANYHOW)
+row("view_as_complex", lambda x: torch.view_as_complex(x.contiguous()).clone(), dims.without_last,
+    shapes.without_last, ANYHOW, is_single=False)  # fmt: skip
+row("view_as_real", lambda x: torch.view_as_real(x).clone(), dims.with_last, shapes.with_last,
+    ANYHOW, is_single=False)  # fmt: skip
