@@ -15,13 +15,11 @@ from mdfuse.ir.rows import (
     ragged,
     reductions,
     spatial,
-    updates,
     views,
 )
 from mdfuse.ir.rows.views import itself as itself
 
 #: The modules that fill `TABLE` when they are imported.
 FAMILIES = (
-    views, pointwise, reductions, composite, indexing, updates, spatial, linear_algebra, creations,
-    ragged,
+    views, pointwise, reductions, composite, indexing, spatial, linear_algebra, creations, ragged,
 )  # fmt: skip
