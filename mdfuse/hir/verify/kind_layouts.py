@@ -18,7 +18,7 @@ from mdfuse.hir.program import BufferType, Padding
 from mdfuse.hir.verify.op_types import is_said
 from mdfuse.hir.verify.result_layouts import chunk_of, is_alike, is_one_chunk, plain
 from mdfuse.layouts.exchange import kept_terms
-from mdfuse.layouts.kinds import KINDS, SPLITTING, by_kind
+from mdfuse.layouts.kinds import KINDS, REDUCING, SPLITTING, by_kind
 from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard
 from mdfuse.layouts.streamed_sets import cuts_alike
 
@@ -132,41 +132,22 @@ def _partial_problem(comm: Communication) -> Problem:
     return None
 
 
-def _allgather_problem(comm: Communication) -> Problem:
-    problem = _axis_problem(comm) or _split_problem(comm.source, comm.axes, comm.dim)
+def _along_axes_problem(comm: Communication) -> Problem:
+    """Return what is wrong with an all-gather, all-to-all, all-reduce or reduce-scatter."""
+    problem = _axis_problem(comm)
+    if comm.kind in REDUCING:
+        problem = problem or _partial_problem(comm)
+    else:
+        problem = problem or _split_problem(comm.source, comm.axes, comm.dim)
     if problem is not None:
         return problem
-    gathered = _with(comm.source, comm.axes, Replicate())
-    return _chunked_dim_problem(comm) or _result_problem(comm, gathered)
-
-
-def _all_to_all_problem(comm: Communication) -> Problem:
-    problem = _axis_problem(comm) or _split_problem(comm.source, comm.axes, comm.dim)
-    if problem is not None:
-        return problem
-    if comm.to_dim is None or comm.to_dim == comm.dim:
+    to = {"AllToAll": comm.to_dim, "ReduceScatter": comm.dim}.get(comm.kind)
+    if comm.kind == "AllToAll" and to in (None, comm.dim):
         return "it has no dim that is split afterwards: to_dim="
-    gathered = _with(comm.source, comm.axes, Replicate())
-    moved = _with(gathered, comm.axes, Shard(comm.to_dim))
-    return _chunked_dim_problem(comm) or _result_problem(comm, moved)
-
-
-def _allreduce_problem(comm: Communication) -> Problem:
-    problem = _axis_problem(comm) or _partial_problem(comm)
-    if problem is not None:
-        return problem
-    return _result_problem(comm, _with(comm.source, comm.axes, Replicate()))
-
-
-def _reduce_scatter_problem(comm: Communication) -> Problem:
-    problem = _axis_problem(comm) or _partial_problem(comm)
-    if problem is not None:
-        return problem
-    assert comm.dim is not None
-    whole = _with(comm.source, comm.axes, Replicate())
-    return _chunked_dim_problem(comm) or _result_problem(
-        comm, _with(whole, comm.axes, Shard(comm.dim))
-    )
+    after = _with(comm.source, comm.axes, Replicate())
+    if to is not None:
+        after = _with(after, comm.axes, Shard(to))
+    return _chunked_dim_problem(comm) or _result_problem(comm, after)
 
 
 def _part_problem(comm: Communication, whole: Layout, split: Layout) -> Problem:
@@ -328,10 +309,9 @@ def _barrier_problem(comm: Communication) -> Problem:
 #: kind -> the function that returns why a communication does not do what its layouts say.
 _KINDS: dict[str, Callable[[Communication], Problem]] = by_kind(
     {
-        "Allgather": _allgather_problem,
-        "AllToAll": _all_to_all_problem,
-        "Allreduce": _allreduce_problem,
-        "ReduceScatter": _reduce_scatter_problem,
+        **dict.fromkeys(
+            ("Allgather", "AllToAll", "Allreduce", "ReduceScatter"), _along_axes_problem
+        ),
         "Broadcast": _broadcast_problem,
         "Reduce": _reduce_problem,
         "Gather": _gather_problem,
