@@ -108,33 +108,32 @@ def check_sizes(call: Call, buffers: Sequence[Tensor]) -> None:
 # -- collectives ---------------------------------------------------------------------------------
 
 
-#: Kind -> the method that begins it, and its arguments: what is sent and received, each None where
-#: this rank has none, the reduce op and the root.
-_METHODS: dict[str, tuple[str, Callable[[Any, Any, Any, int], tuple[Any, ...]]]] = {
-    "Allgather": ("Iallgather", lambda src, dst, op, root: (src, dst)),
-    "ReduceScatter": ("Ireduce_scatter_block", lambda src, dst, op, root: (src, dst, op)),
-    "Allreduce": ("Iallreduce", lambda src, dst, op, root: (src, dst, op)),
-    "Broadcast": ("Ibcast", lambda src, dst, op, root: (src or dst, root)),
-    "Reduce": ("Ireduce", lambda src, dst, op, root: (src, dst, op, root)),
+#: Kind -> the method that begins it.
+_METHODS = {
+    "Allgather": "Iallgather",
+    "ReduceScatter": "Ireduce_scatter_block",
+    "Allreduce": "Iallreduce",
+    "Broadcast": "Ibcast",
+    "Reduce": "Ireduce",
 }
 
 
 def _collective(team: MpiTeam, call: Call, dtype: torch.dtype) -> Post:
     """Return a post that makes one request; without elements, which no rank has then, none."""
-    name, arguments = _METHODS[call.kind]
-    start, memory = getattr(team.comm(call), name), team.memory
-    reduces, is_in_place = call.kind in REDUCING, call.kind == "Allreduce"
+    start, memory = getattr(team.comm(call), _METHODS[call.kind]), team.memory
+    reduces, is_broadcast = call.kind in REDUCING, call.kind == "Broadcast"
     kind = (reducing_type if reduces else carrying_type)(team.mpi, dtype)
-    op = reduce_op(team.mpi, call.reduce_op, dtype) if reduces else None
-    root = root_index(call) if KINDS[call.kind].has_root else -1
+    how: list[Any] = [reduce_op(team.mpi, call.reduce_op, dtype)] if reduces else []
+    how += [root_index(call)] if KINDS[call.kind].has_root else []
 
     def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
         if not (srcs or dsts)[0].numel():
             return DONE
         src, dst = ([memory(x[0]), kind] if x else None for x in (srcs, dsts))
-        if is_in_place and srcs[0].data_ptr() == dsts[0].data_ptr():
+        if call.kind == "Allreduce" and srcs[0].data_ptr() == dsts[0].data_ptr():
             src = team.mpi.IN_PLACE
-        return team.posted(call, (start(*arguments(src, dst, op, root)),), (*srcs, *dsts))
+        sides = (src or dst,) if is_broadcast else (src, dst)
+        return team.posted(call, (start(*sides, *how),), (*srcs, *dsts))
 
     return post
 
