@@ -143,7 +143,7 @@ class _Form(NormalForm):
             return self.loop(i)
         key = NormalForm.instruction(self, i)
         if i.op in _WRITING:
-            self.written += _written(i)
+            self.written += received(i)
         row = row_of(i) if i.outputs and i.inputs else None
         if row is not None and row.is_view:
             self.views += [(x, y) for x in i.outputs for y in i.reads]
@@ -209,7 +209,7 @@ class _Uses:
 
     def note(self, i: Instruction, at: int) -> None:
         first, last = self.first, self.last
-        for name in (*i.outputs, *_written(i)) if i.op in _WRITING else i.outputs:
+        for name in (*i.outputs, *received(i)) if i.op in _WRITING else i.outputs:
             self.bound.setdefault(name, at)
         for name in i.outputs:
             first.setdefault(name, at)
@@ -226,11 +226,6 @@ class _Uses:
             for name in i.outputs:
                 for positions in (self.bound, first, last):
                     positions.pop(name, None)
-
-
-def _written(i: Instruction) -> tuple[str, ...]:
-    """Return the names among its operands that a communication writes."""
-    return received(i)
 
 
 def _uses_of(program: HostProgram) -> _Uses:
