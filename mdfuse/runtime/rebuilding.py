@@ -11,12 +11,13 @@ from dataclasses import replace
 
 from mdfuse.backends.c10d.group_openers import default_group
 from mdfuse.bootstrap import Launch, detect
-from mdfuse.config import backend_choice, options_from_environment
+from mdfuse.config import Options, backend_choice, options_from_environment
 from mdfuse.errors import BackendError, ProgramError, shown
 from mdfuse.frontend.cache import FusionCache
 from mdfuse.interpreter.threads import keep_ready
+from mdfuse.runtime.agreement.abort_protocol import not_open
 from mdfuse.runtime.agreement.epochs import Electorate, Excluded, asked
-from mdfuse.runtime.communicator import Communicator, follow, live, opened
+from mdfuse.runtime.communicator import Communicator, follow, init, live, opened
 from mdfuse.runtime.first_meeting import Door, watch_for
 from mdfuse.runtime.membership import Member, Membership
 from mdfuse.runtime.null_world import NULL
@@ -282,3 +283,23 @@ def _called(base: Store, place: int, timeout_s: float) -> tuple[str, str]:
             hint="the others call mdfuse.rebuild(join=True) between two steps; raise timeout_s "
             "where steps are longer",
         ) from error
+
+
+# -- programs of before ----------------------------------------------------------------------------
+
+
+def members() -> tuple[Member, ...]:
+    """Return the processes behind the ranks of this process's communicator; () for none."""
+    communicator = live()
+    return () if communicator is None else communicator.membership.members
+
+
+def successor(communicator: Communicator | None, options: Options | None) -> Communicator:
+    """Return the communicator of programs whose last one is closed.
+
+    Raises:
+        BackendError: ranks were lost: they are numbered anew.
+    """
+    if communicator is not None and communicator.is_left:
+        raise not_open(communicator.rank, "run a program of before the rebuild", is_fork=False)
+    return init(options)
