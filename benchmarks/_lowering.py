@@ -16,6 +16,9 @@ from mdfuse.frontend.handle import Handle
 from mdfuse.hir import HostProgram
 from mdfuse.hir.verify.check import verify
 
+#: The rooms that lowering goes through, and whose functions keep answers.
+_ROOMS = tuple(f"mdfuse.{x}." for x in ("extents", "hir", "ir", "layouts", "passes", "reshard"))
+
 #: Divides by every axis of either mesh.
 _EXTENT = 16384
 

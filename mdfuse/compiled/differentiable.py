@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mdfuse.caching import Cache
-from mdfuse.compiled import overlap_decisions
+from mdfuse.compiled import overlap
 from mdfuse.compiled.program import Program, compile
 from mdfuse.compiled.segments import segments_of
 from mdfuse.compiled.traced import LIMIT, TracedFunction
@@ -278,7 +278,7 @@ def _lowered(fusion: Fusion, options: Options | None) -> Program:
             because="torch keeps values between forward and backward, which leaves have apart",
             hint="mf.grad puts both into one program",
         )
-    (prepared, parts, host), decisions = overlap_decisions.lower(fusion, None, options)
+    (prepared, parts, host), decisions = overlap.lower(fusion, None, options)
     return Program(
         prepared, segments_of(prepared, parts, host, options), host, options, overlap=decisions
     )

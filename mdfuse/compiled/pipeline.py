@@ -8,7 +8,7 @@ from functools import partial
 
 from mdfuse import hir_lowering
 from mdfuse.compiled.leaf_program import on_leaves
-from mdfuse.compiled.overlap_decisions import OverlapDecisions, left
+from mdfuse.compiled.overlap import OverlapDecisions, left
 from mdfuse.compiled.program import Program
 from mdfuse.compiled.segments import Segment, segments_of
 from mdfuse.compiled.specialisations import Lowerings

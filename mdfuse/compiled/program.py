@@ -12,12 +12,12 @@ from torch import Tensor
 
 from mdfuse.caching import Cache
 from mdfuse.communication import Communication
-from mdfuse.compiled import overlap_decisions
+from mdfuse.compiled import overlap
 from mdfuse.compiled.advice import advice, post_reason
 from mdfuse.compiled.autotune import Trial
 from mdfuse.compiled.backend_report import between_carriers, elsewhere, staging, together
 from mdfuse.compiled.microbatch_lines import microbatch_lines
-from mdfuse.compiled.overlap_decisions import OverlapDecisions
+from mdfuse.compiled.overlap import OverlapDecisions
 from mdfuse.compiled.segments import Segment, last_uses, program_limit, segments_of
 from mdfuse.compiled.specialisations import Lowering, Lowerings, lowerings_of
 from mdfuse.config import Options, environment, not_options, options_from_environment
@@ -481,8 +481,8 @@ def lowered(
     if named.examples:
         symbolic = lowerings_of(named.fusion, named.examples, named.assumed, should_merge, options)
         (first,) = symbolic.lowerings
-        left = overlap_decisions.left(first.host, "it has symbolic extents", chosen)
+        left = overlap.left(first.host, "it has symbolic extents", chosen)
         return Program(first.fusion, first.segments, first.host, options, symbolic, overlap=left)
-    (fusion, parts, host), decisions = overlap_decisions.lower(named.fusion, should_merge, options)
+    (fusion, parts, host), decisions = overlap.lower(named.fusion, should_merge, options)
     segments = segments_of(fusion, parts, host, options)
     return Program(fusion, segments, host, options, overlap=decisions)

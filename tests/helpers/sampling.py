@@ -34,7 +34,7 @@ TOGETHER = {
     "tests/cli/doctor/test_findings.py": 4.0,
     "tests/cli/test_main.py": 6.0,
     "tests/compiled/test_leaf_program.py": 7.0,
-    "tests/compiled/test_overlap_decisions.py": 6.0,
+    "tests/compiled/test_overlap.py": 6.0,
     "tests/compiled/test_pipeline.py": 6.0,
     "tests/compiled/test_pipeline_turns.py": 4.0,
     "tests/compiled/test_run.py": 4.0,

@@ -19,7 +19,7 @@ from helpers.overlaps import CASES, Layer, prepared, program
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Options, ProgramError, Shard, Stream, hir_lowering
-from mdfuse.compiled.overlap_decisions import Lowered, _timeline, choose, find
+from mdfuse.compiled.overlap import Lowered, _timeline, choose, find
 from mdfuse.hir.program import HostProgram
 from mdfuse.passes import overlap
 from mdfuse.passes.overlap import Form
@@ -150,9 +150,7 @@ def test_whole_programs_are_the_best_of_all_choices(
     chosen = 0
     for seed in range(10):
         costs = drawn(seed)
-        monkeypatch.setattr(
-            "mdfuse.compiled.overlap_decisions._table", lambda _, c=costs: (c, 0.0, [])
-        )
+        monkeypatch.setattr("mdfuse.compiled.overlap._table", lambda _, c=costs: (c, 0.0, []))
         lowered, _ = find(plain, None, AUTO)
         seconds = timeline(lowered[-1], costs).seconds
         before, *others = (timeline(host, costs).seconds for host in hosts)
@@ -287,7 +285,7 @@ def test_what_no_time_can_be_told_of_is_left_out(
             raise mf.CommunicationError("no rank can go on", where=["rank 0 waits"])
         return real(host, costs)
 
-    monkeypatch.setattr("mdfuse.compiled.overlap_decisions._timeline", told_of_some)
+    monkeypatch.setattr("mdfuse.compiled.overlap._timeline", told_of_some)
     fd = CASES[name].definition(LINE, 64)
     found = mf.compile(fd, replace(AUTO, costs=pays))
     assert any(line.endswith("is left out: no rank can go on") for line in told(found))
@@ -457,7 +455,7 @@ def test_layers_that_are_alike_are_timed_once(monkeypatch: pytest.MonkeyPatch) -
         calls.append(host.name)
         return on_ranks(host, costs, classes)
 
-    monkeypatch.setattr("mdfuse.compiled.overlap_decisions.on_ranks", counted)
+    monkeypatch.setattr("mdfuse.compiled.overlap.on_ranks", counted)
     found = mf.compile(fd, replace(AUTO, costs="h100"))
     assert len(told(found)) >= 12
     assert len(calls) <= 24
@@ -548,12 +546,12 @@ def test_what_could_save_little_is_rightly_left(
     fd = trained(3, 64) if is_by_layers else case.definition(LINE, draw.choice((13, 64)))
     by: Any = "layer" if is_by_layers else 0
     costs = drawn(seed)
-    monkeypatch.setattr("mdfuse.compiled.overlap_decisions._table", lambda _: (costs, 0.0, []))
+    monkeypatch.setattr("mdfuse.compiled.overlap._table", lambda _: (costs, 0.0, []))
     lowered = hir_lowering.lower(fd.fusion, options=Options(bucket_bytes=by, prefetch_bytes=by))
     options = replace(AUTO, bucket_bytes=by, prefetch_bytes=by)
     (_, _, host), _ = find(lowered, None, options)
-    monkeypatch.setattr("mdfuse.compiled.overlap_decisions._gain", lambda *_: math.inf)
-    monkeypatch.setattr("mdfuse.compiled.overlap_decisions._held", lambda *_: math.inf)
+    monkeypatch.setattr("mdfuse.compiled.overlap._gain", lambda *_: math.inf)
+    monkeypatch.setattr("mdfuse.compiled.overlap._held", lambda *_: math.inf)
     (_, _, best), _ = find(lowered, None, options)
     seconds, least = (timeline(x, costs).seconds for x in (host, best))
     assert host == best or least >= 0.98 * seconds
@@ -575,7 +573,7 @@ def test_savings_of_stages_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
                 x = (fd.ops.set(x.sin()).on(mesh, split) * 2.0).sin()
             x = (fd.ops.relu(x @ w) @ v).on(mesh, split)
         fd.add_output(x)
-    monkeypatch.setattr("mdfuse.compiled.overlap_decisions._table", lambda _: (costs, 0.0, []))
+    monkeypatch.setattr("mdfuse.compiled.overlap._table", lambda _: (costs, 0.0, []))
     lowered = hir_lowering.lower(fd.fusion, None, options=PLAIN)
     best, _ = find(lowered, None, AUTO)
     plain, chosen = (_timeline(host, costs).seconds for host in (lowered[-1], best[-1]))
