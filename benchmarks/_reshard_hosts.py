@@ -10,15 +10,18 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 from _reshard_pairs import bound, posts
 
 from mdfuse import DeviceMesh, Layout, Shard
 from mdfuse.communication import Communication
 from mdfuse.layouts.boxes import box_size
+from mdfuse.layouts.hosts import hosts_by_rank
 from mdfuse.layouts.kinds import POINT_TO_POINT
 from mdfuse.layouts.layout import Placement
-from mdfuse.reshard.lower_bounds import crossing_bound
+from mdfuse.reshard.lower_bounds import cells_of, coordinates, cut_in_cells
 from mdfuse.reshard.steps import steps
 
 #: Constants of the model: ns per message, bytes per ns within a host, and between hosts.
@@ -99,6 +102,47 @@ def network(comm: Communication, hosts: dict[int, int]) -> int:
         elif len(got) > 1:  # what goes round comes to each host once
             into.update({host: max(max(times) for times in got.values()) for host in got})
     return max((0, *into.values()))
+
+
+def crossing_bound(source: Layout, goal: Layout, shape: tuple[int, ...]) -> float:
+    """Return a lower bound of the elements through the network of the busiest host.
+
+    A host receives at least the elements that its ranks need and cannot compute, and sends those
+    that others need and no other host has. On average hosts send as much as
+    they receive.
+    """
+    hosts = hosts_by_rank(source.mesh, goal.mesh)
+    kept_axes = [a for a in source.partial_axes if a in goal.partial_axes]
+    reduced = [a for a in source.partial_axes if a not in kept_axes]
+    cuts, volume = cut_in_cells(source, goal, shape)
+    terms: dict[Any, dict[int, Any]] = defaultdict(dict)  # term -> host -> mask of its cells
+    for r in source.mesh.ranks:
+        there = terms[coordinates(source, r, kept_axes), coordinates(source, r, reduced)]
+        there[hosts[r]] = there.get(hosts[r], False) | cells_of(source, shape, cuts, r)
+    needs: dict[Any, dict[int, Any]] = defaultdict(dict)
+    for r in goal.mesh.ranks:
+        there = needs[coordinates(goal, r, kept_axes)]
+        there[hosts[r]] = there.get(hosts[r], False) | cells_of(goal, shape, cuts, r)
+    into, out = Counter[int](), Counter[int]()
+    for group, need in needs.items():
+        held = [cells_by_host for (at, _), cells_by_host in terms.items() if at == group]
+        for h, cells in need.items():
+            complete = np.all(
+                [cells_by_host.get(h, np.zeros_like(cells)) for cells_by_host in held], axis=0
+            )
+            into[h] += int((volume * (cells & ~complete)).sum())
+        for h in {h for cells_by_host in held for h in cells_by_host}:
+            elsewhere = np.any([c for g, c in need.items() if g != h] or [volume < 0], axis=0)
+            alone = np.any([_only(cells_by_host, h, elsewhere) for cells_by_host in held], axis=0)
+            out[h] += int((volume * (alone & elsewhere)).sum())
+    average = sum(into.values()) / len({*into, *out})
+    return max(average, *into.values(), *out.values())
+
+
+def _only(by_host: dict[int, Any], host: int, like: Any) -> Any:
+    """Return a mask of the cells of a term that one host alone holds."""
+    others = np.any([c for h, c in by_host.items() if h != host] or [like & False], axis=0)
+    return by_host.get(host, like & False) & ~others
 
 
 def nanoseconds(steps: Sequence[Communication], hosts: dict[int, int]) -> float:

@@ -419,7 +419,7 @@ class HostIrEvaluator:
 
     def _communicator(self) -> Communicator:
         if self.communicator is None or self.communicator.is_closed:
-            from mdfuse.runtime.succession import successor
+            from mdfuse.runtime.rebuilding import successor
 
             self.communicator = successor(self.communicator, self.options)
             self.forget()

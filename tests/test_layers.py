@@ -27,7 +27,7 @@ PAGE = 200
 #: Modules that need each other: an object prints or draws itself, a program runs its parts.
 CIRCLES = {
     frozenset({"hir.program", "hir.text.printer"}),
-    frozenset({"layouts.layout", "layouts.picture", "layouts.picture_svg", "layouts.picture_text"}),
+    frozenset({"layouts.layout", "layouts.picture", "layouts.picture_svg"}),
     frozenset({"pipelines.picture", "pipelines.timing"}),
     frozenset(
         {

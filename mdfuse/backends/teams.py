@@ -7,6 +7,7 @@ from collections.abc import Container, Iterable, Iterator
 
 from mdfuse.backends.work import first_line
 from mdfuse.errors import BackendError
+from mdfuse.layouts.call import Call
 
 Team = tuple[int, ...]
 
@@ -32,4 +33,14 @@ def not_connected(library: str, rank: int, team: Team, error: Exception) -> Back
         f"{library} cannot connect rank {rank} with the team {team}",
         because=first_line(error),
         hint="every member must prepare the team; check that their hosts reach each other",
+    )
+
+
+def no_more_posts(call: Call) -> BackendError:
+    """Return the error for a post on a team that failed before."""
+    return BackendError(
+        f"rank {call.rank} cannot post {call.kind} on team {call.team} any more",
+        because="an earlier communication of this team failed, so that its members may be "
+        "at different ones",
+        hint="close() the communicator and call mdfuse.init() again, on all ranks",
     )

@@ -1,12 +1,14 @@
-"""Advice: the largest reshards of a program, their reasons, and cheaper ways to write them."""
+"""The reasons of posts; the largest reshards of a program, and cheaper ways to write them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from mdfuse.compiled.causal_shares import uneven_shares
+from mdfuse.communication import Communication
 from mdfuse.config import Options, backend_choice, options_from_environment
+from mdfuse.hir.program import Instruction
 from mdfuse.ir.graph import Expr, Fusion, Value
+from mdfuse.ir.visible import Run, tiles
 from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard
 from mdfuse.passes import chunk_losses, count_rows
 from mdfuse.passes.prices import received_bytes
@@ -114,3 +116,72 @@ def _of_split(
 
 def _on(axis: str, dim: int) -> str:
     return f'.on(mesh, {{"{axis}": Shard({dim})}})'
+
+
+def post_reason(i: Instruction) -> str:
+    """Return the reason for a post or a receive."""
+    if i.comm is not None:
+        note = f" ({i.source.note})" if i.source is not None and i.source.note else ""
+        return f"{i.comm}: {i.comm.source} -> {i.comm.destination}, {_why(i.comm)}{note}"
+    along = f" along {i.kwargs['axis']}" if "axis" in i.kwargs else ""
+    return f"Recv %{i.reads[0]} from {i.kwargs['from']}{along}, which sends it: a ring"
+
+
+def _why(c: Communication) -> str:
+    if c.kind == "ReduceExchange":
+        return "no one collective does this; each rank receives the terms of what it is to have"
+    if c.kind == "Exchange":
+        return "no one collective does this; each rank receives just what it lacks"
+    if c.is_along_axes:
+        return f"the placement changes along {' and '.join(c.axes)}"
+    return "the meshes differ"
+
+
+# -- shares of causal attention --------------------------------------------------------------------
+
+
+#: Ranks that compute up to this much of an equal share are not mentioned.
+_EVEN = 1.1
+
+
+def uneven_shares(fusion: Fusion) -> Iterator[str]:
+    """Yield a line for the first causal attention whose rows are split so that some rank has most.
+
+    Args:
+        fusion: after all passes.
+    """
+    for expr in fusion.exprs:
+        share = _most(fusion, expr) if expr.kwargs.get("is_causal") else None
+        if share is None or share[0] <= _EVEN:
+            continue
+        times, axes = share
+        where = f" ({expr.source})" if expr.source else ""
+        yield (
+            f"a rank computes {times:.2f} of its share of the causal attention{where}: positions "
+            f"are split along {' and '.join(axes)} one after the other; in zigzag order, "
+            "Shard(dim, zigzag=True), each rank has as much"
+        )
+        return
+
+
+def _most(fusion: Fusion, expr: Expr) -> tuple[float, tuple[str, ...]] | None:
+    """Return the share of the busiest rank, and the axes that split rows; None where none do."""
+    q, k = (fusion.values[x] for x in expr.reads[:2])
+    dim, layout = len(q.shape) - 2, fusion.layout(q.name)
+    axes, extents = layout.split_axes(dim), (q.shape[dim], k.shape[-2])
+    if not axes or not all(type(n) is int and n for n in extents):
+        return None
+    counts = [_pairs(rows, extents[1], expr) for rows in _rows(layout, dim, extents[0])]
+    return max(counts) * len(counts) / max(sum(counts), 1), axes
+
+
+def _rows(layout: Layout, dim: int, extent: int) -> Iterator[tuple[Run, ...]]:
+    yield from (rows for _, rows in layout.parts(dim, extent).every())
+
+
+def _pairs(rows: tuple[Run, ...], keys: int, expr: Expr) -> int:
+    """Return how many pairs of a row and a key are visible."""
+    first = expr.kwargs.get("q_offset", 0)
+    by = first if isinstance(first, int) else 0
+    placed = [(a + by, b + by) for a, b in rows]
+    return sum(t.pairs for t in tiles(placed, [(0, keys)], True, expr.kwargs.get("window")))

@@ -75,8 +75,7 @@ def _teams(host: HostProgram, backend: str | None) -> Iterator[object]:
         if i.comm is not None and i.comm.backend == backend:
             yield i.comm.source.mesh, i.comm.destination.mesh, i.comm.axes
         elif i.op in TRANSFERS and i.kwargs.get("backend") == backend:
-            layout = host.types[i.reads[0]].layout
-            assert layout is not None
+            layout = host.types[i.reads[0]].placed
             yield layout.mesh, layout.mesh, tuple(filter(None, [i.kwargs.get("axis")]))
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mdfuse.compiled.advice import uneven_shares
 from mdfuse.compiled.all_or_none import check_communicator, save_together, together
-from mdfuse.compiled.causal_shares import uneven_shares
 from mdfuse.compiled.program import Program, compile
 from mdfuse.compiled.training import TrainingStep
 from mdfuse.config import Options

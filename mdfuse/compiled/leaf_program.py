@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mdfuse import hir_lowering
-from mdfuse.compiled.post_reasons import post_reason
+from mdfuse.compiled.advice import post_reason
 from mdfuse.compiled.program import Program
 from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import LoweringError, ProgramError, counted, listed

@@ -13,12 +13,11 @@ from torch import Tensor
 from mdfuse.caching import Cache, Forgetful
 from mdfuse.communication import Communication
 from mdfuse.compiled import overlap
-from mdfuse.compiled.advice import advice
+from mdfuse.compiled.advice import advice, post_reason
 from mdfuse.compiled.autotune import Trial
 from mdfuse.compiled.backend_report import between_carriers, elsewhere, staging, together
 from mdfuse.compiled.microbatch_lines import microbatch_lines
 from mdfuse.compiled.overlap import OverlapDecisions
-from mdfuse.compiled.post_reasons import post_reason
 from mdfuse.compiled.program_files import ProgramParts, from_files
 from mdfuse.compiled.segments import Segment, last_uses, program_limit, segments_of
 from mdfuse.compiled.specialisations import Lowering, Lowerings, lowerings_of

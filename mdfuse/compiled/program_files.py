@@ -38,7 +38,7 @@ from mdfuse.hir.verify.check import verify_once
 from mdfuse.interpreter.garbage import no_collection
 from mdfuse.ir.graph import Expr, Fusion
 from mdfuse.pipelines.schedules import Schedule
-from mdfuse.plan.compilation import artefacts
+from mdfuse.plan.artefacts import artefacts
 
 _LOG = logging.getLogger("mdfuse.compile")
 

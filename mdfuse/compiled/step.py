@@ -19,7 +19,7 @@ from mdfuse.compiled.versions import Versions
 from mdfuse.errors import ProgramError, counted
 from mdfuse.frontend.given import by_name, flag, refused
 from mdfuse.runtime.communicator import init
-from mdfuse.runtime.succession import members
+from mdfuse.runtime.rebuilding import members
 from mdfuse.torch_private import untraced
 
 

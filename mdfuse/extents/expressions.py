@@ -311,12 +311,8 @@ def poly_of(terms: Mapping[Monomial, Number]) -> Poly:
     ]
     if len(nonzero) > 1:
         _check_size(len(nonzero), "terms")
-        nonzero.sort(key=_text_of_term)
+        nonzero.sort(key=lambda term: str_of(term[0]))
     return Poly(tuple(nonzero))
-
-
-def _text_of_term(term: tuple[Monomial, Number]) -> str:
-    return str_of(term[0])
 
 
 def constant(n: Number) -> Poly:

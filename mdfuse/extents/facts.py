@@ -6,7 +6,7 @@ With x.0 a multiple of 4, `(x.0+3)//4` is `x.0//4`; with x.0 at least 4, `min(x.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache
@@ -118,14 +118,11 @@ def _quotient(a: Poly, d: int, facts: Facts) -> Poly:
         return plus(exact, _quotient(plus(constant(d - 1), remainder, -1), d, facts), -1)
     common = math.gcd(d, *(int(c) for m, c in remainder.terms if m))
     if common > 1 and all(c == int(c) for _, c in remainder.terms):
-        shorter = {m: c // common if m == () else c / common for m, c in _fractions(remainder)}
+        terms = ((m, Fraction(c)) for m, c in remainder.terms)
+        shorter = {m: c // common if m == () else c / common for m, c in terms}
         remainder = poly_of(shorter)
         d //= common
     return plus(exact, _atom("//", remainder, constant(d)))
-
-
-def _fractions(a: Poly) -> Iterator[tuple[Monomial, Fraction]]:
-    return ((m, Fraction(c)) for m, c in a.terms)
 
 
 def _split(a: Poly, d: int, facts: Facts) -> tuple[Poly, Poly]:

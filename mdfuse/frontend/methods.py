@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
@@ -186,10 +187,7 @@ class Methods:
 
     def numel(self) -> int:
         """The number of elements."""
-        n = 1
-        for extent in self.shape:
-            n *= extent
-        return n
+        return math.prod(self.shape)
 
     def is_floating_point(self) -> bool:
         """Return whether the dtype is a floating one."""

@@ -179,15 +179,10 @@ def clip_by_global_norm(
     return tuple(back(scaled(g, factor), g) for g in gradients), norm
 
 
-def clip_factor(
-    gradients: Sequence[Handle], max_norm: Number, is_beside: bool = False
-) -> tuple[Handle, Handle]:
+def clip_factor(gradients: Sequence[Handle], max_norm: Number) -> tuple[Handle, Handle]:
     """Return min(1, max_norm / norm), and the norm; see `clip_by_global_norm`.
 
-    Args:
-        gradients: likewise.
-        max_norm: likewise.
-        is_beside: each square is added up beside its gradient: a part of what layers compute alike.
+    Each square is added up beside its gradient: a part of what layers compute alike.
     """
     if not gradients or not all(
         isinstance(g, Handle) and g.dtype.is_floating_point for g in gradients
@@ -199,7 +194,7 @@ def clip_factor(
         )
     there = [g for g in gradients if not g.fact.is_missing] or gradients
     squares = (sum_of(wide * wide) for wide in map(in_f32, there))
-    norm = ROWS["sqrt"](reduce(add, squares if is_beside else [*squares]))
+    norm = ROWS["sqrt"](reduce(add, squares))
     return clamp(max_norm / (norm + 1e-6), None, 1.0), norm
 
 

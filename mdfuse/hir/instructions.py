@@ -248,6 +248,12 @@ def is_library(i: Instruction) -> bool:
     return row is not None and row.is_library
 
 
+def reads_nothing(i: Instruction) -> bool:
+    """Return whether an instruction is a view that reads no element: no work for a device."""
+    row = row_of(i)
+    return i.order is None and row is not None and row.is_pure_view
+
+
 def row_of(i: Instruction) -> Row | None:
     """Return the row of an instruction; None where there is no such instruction."""
     if not i.fn or i.op in NAMED:

@@ -68,10 +68,15 @@ class BufferType:
     counts: str | None = None
     each: int | None = None
 
+    @property
+    def placed(self) -> Layout:
+        """The layout of what is no number."""
+        assert self.layout is not None
+        return self.layout
+
     def box(self, rank: int) -> Box:
         """Return the part of the whole that a rank holds, without padding; see `Layout.box_at`."""
-        assert self.layout is not None
-        return self.layout.box(self.shape, rank)
+        return self.placed.box(self.shape, rank)
 
     def runs(self, rank: int) -> dict[int, Rows]:
         """Return for each dim in blocks the rows that a rank holds of it."""
@@ -102,8 +107,7 @@ class BufferType:
     def _padded(
         self, padding: Padding, shape: tuple[int, ...], rank: int | None
     ) -> tuple[int, ...]:
-        assert self.layout is not None
-        whole = self.layout
+        whole = self.placed
         if padding.side == "block" and padding.axis is not None:
             whole = whole.with_placement(padding.axis, Replicate())
         rows = whole.local_shape(self.shape, rank)[padding.dim]
@@ -178,6 +182,17 @@ class Instruction:
         yield self
         for inner in (*self.body, *self.orelse):
             yield from inner.walk()
+
+    def renamed(self, names: Mapping[str, str]) -> Instruction:
+        """Return the instruction with other names for some buffers, inside its blocks, too."""
+        if not (self.body or self.orelse) and names.keys().isdisjoint((*self.reads, *self.outputs)):
+            return self
+        return self.changed(
+            inputs=tuple([names.get(x, x) if isinstance(x, str) else x for x in self.inputs]),
+            outputs=tuple([names.get(x, x) for x in self.outputs]),
+            body=tuple([i.renamed(names) for i in self.body]),
+            orelse=tuple([i.renamed(names) for i in self.orelse]),
+        )
 
     def changed(self, **fields: Any) -> Instruction:
         """Return the instruction with these fields; itself where it has them already."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -121,10 +122,7 @@ class Value:
     @property
     def size(self) -> int:
         """The number of elements."""
-        n = 1
-        for extent in self.shape:
-            n *= extent
-        return n
+        return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
@@ -133,6 +131,12 @@ class Value:
         for dim, extent in enumerate(self.shape):
             n *= 1 if dim in self.expanded else extent
         return n
+
+    @property
+    def placed(self) -> Layout:
+        """The layout of a value that has one."""
+        assert self.layout is not None
+        return self.layout
 
     def copies_beside(self, expr: Expr) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
         """Return the layouts of copies that others need, and of views of what they need."""
@@ -194,6 +198,11 @@ class Expr:
     def kwargs(self) -> dict[str, Any]:
         """The attributes as keyword arguments."""
         return dict(self.attrs)
+
+    def reading(self, names: Mapping[str, str]) -> Expr:
+        """Return the expression with other operands: those of these names, by their new ones."""
+        inputs = tuple([names.get(x, x) if isinstance(x, str) else x for x in self.inputs])
+        return self if inputs == self.inputs else replace(self, inputs=inputs)
 
     def attrs_text(self) -> str:
         """The attributes as programs print them."""

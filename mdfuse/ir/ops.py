@@ -7,24 +7,19 @@ from mdfuse.ir.op_table import TABLE as TABLE
 from mdfuse.ir.op_table import Op as Op
 from mdfuse.ir.op_table import local_attrs as local_attrs
 from mdfuse.ir.rows import (
-    complex,
     composite,
     creations,
-    groups,
     indexing,
     linear_algebra,
     pointwise,
     ragged,
     reductions,
-    scans,
     spatial,
-    updates,
     views,
 )
 from mdfuse.ir.rows.views import itself as itself
 
 #: The modules that fill `TABLE` when they are imported.
 FAMILIES = (
-    views, pointwise, reductions, composite, scans, indexing, updates, spatial, linear_algebra,
-    complex, groups, creations, ragged,
+    views, pointwise, reductions, composite, indexing, spatial, linear_algebra, creations, ragged,
 )  # fmt: skip

@@ -183,15 +183,13 @@ def _rows(*layouts: Layout) -> int:
 
 def _bytes(value: Value) -> int:
     """Return the bytes of a rank's part of a value that is split evenly."""
-    assert value.layout is not None
-    return value.bytes // _rows(value.layout)
+    return value.bytes // _rows(value.placed)
 
 
 def _merged(sets: list[Expr], values: dict[str, Value]) -> Iterator[Expr]:
     """Yield the expressions that reduce several values as one."""
     first = values[sets[0].reads[0]], values[sets[0].output]
-    assert first[0].layout is not None and first[1].layout is not None
-    rows = _rows(first[0].layout, first[1].layout)
+    rows = _rows(first[0].placed, first[1].placed)
     widths = [values[e.output].size // rows for e in sets]
     parts = []
     for expr, width in zip(sets, widths, strict=True):

@@ -164,15 +164,14 @@ def _problem(fusion: Fusion, root: str, names: Sequence[str]) -> str | None:
 
 
 def _of_value(value: Value, n: Value) -> str | None:
-    layout = value.layout
-    assert layout is not None and n.layout is not None
+    layout = value.placed
     stream = value.stream
     is_of_rows = stream is None or (stream.dim == 2 and stream.rotate is None)
     is_alike = (stream is None) == (n.stream is None)
     if not (is_of_rows and is_alike) or layout.stream is not None or is_symbolic(value.shape):
         return f"%{value.name} is computed in chunks, or has extents that a run chooses"
     is_cut = any(d <= 2 for d in layout.cuts)
-    if layout.split_axes(2) or is_cut or layout.mesh != n.layout.mesh:
+    if layout.split_axes(2) or is_cut or layout.mesh != n.placed.mesh:
         return f"%{value.name} is {layout}"
     return None
 
@@ -181,18 +180,16 @@ def _of_expr(e: Expr, values: Mapping[str, Value], ragged: set[str]) -> str | No
     line = f" ({e.source})" if e.source else ""
     if e.op == "set":
         before, after = (values[x] for x in (e.reads[0], e.output))
-        assert before.layout is not None and after.layout is not None
-        added = [a for a in before.layout.partial_axes if a not in after.layout.partial_axes]
-        if added and after.layout.split_axes(1):
+        added = [a for a in before.placed.partial_axes if a not in after.placed.partial_axes]
+        if added and after.placed.split_axes(1):
             by = ", ".join(added)
             return f"%{e.reads[0]} is added up along {by} before it goes back, as a bias asks{line}"
-        if way(before.layout, after.layout, before.shape) is None:
-            return f"%{e.output} goes from {before.layout} to {after.layout}{line}"
+        if way(before.placed, after.placed, before.shape) is None:
+            return f"%{e.output} goes from {before.placed} to {after.placed}{line}"
         return None
     if e.op in _OF_TOKENS:
         rows = values[e.output if e.op == "group_rows" else e.reads[0]]
-        assert rows.layout is not None
-        if rows.layout.split_axes(1):
+        if rows.placed.split_axes(1):
             return f"each rank has its experts' rows of all tokens, %{rows.name}{line}"
         return None
     tensors = [x for x in e.reads if values[x].is_tensor]

@@ -31,16 +31,14 @@ def run(fusion: Fusion) -> Fusion:
     if not ways:
         return fusion
     exprs, filled = [*fusion.exprs], {*ways}
-    for moved in ways:
-        at = next(n for n, e in enumerate(exprs) if e.outputs == (moved,))
+    for rows in ways:
+        at = next(n for n, e in enumerate(exprs) if e.outputs == (rows,))
         before, after = _before(exprs, at, filled), _after(exprs, at, ways)
         filled.update(x for n in (*before, *after) for x in exprs[n].outputs)
-        first, last = min(before, default=at), max(after, default=at)
-        late, early = {*before}, {*after}
-        order = [n for n in range(first, at) if n not in late]
-        order += [at, *before, *after]
-        order += [n for n in range(at + 1, last + 1) if n not in early]
-        exprs[first : last + 1] = [exprs[n] for n in order]
+        moved = {at, *before, *after}
+        order = [n for n in range(at) if n not in moved] + [at, *before, *after]
+        order += [n for n in range(at, len(exprs)) if n not in moved]
+        exprs = [exprs[n] for n in order]
     return replace(fusion, exprs=tuple(exprs))
 
 

@@ -89,13 +89,11 @@ class _Flat:
         self.shape = self.of.values[self.logits].shape
         self.rows = math.prod(self.shape[:-1])
         for e in self.of.exprs:
-            self._append(replace(e, inputs=tuple(map(self._same, e.inputs))))
+            flat = {x: self.flat[x] for x in e.reads if x in self.flat and x not in self.wide}
+            self._append(e.reading(flat))
         named = {*self.of.inputs, *(x for e in self.maker.exprs for x in e.outputs)}
         values = {x: v for x, v in self.maker.values.items() if x in named}
         return replace(self.of, values=values, exprs=tuple(self.maker.exprs))
-
-    def _same(self, x: Operand) -> Operand:
-        return self.flat.get(x, x) if isinstance(x, str) and x not in self.wide else x
 
     def _append(self, e: Expr) -> None:
         x, maker, wide = e.outputs[0], self.maker, [r for r in e.reads if r in self.wide]
@@ -148,5 +146,4 @@ class _Flat:
             if x in self.wide and x not in self.whole:
                 view = self.maker.op(e, "reshape", self.flat[x], shape=self.shape)
                 self.whole[x] = view
-        inputs = (self.whole.get(x, x) if isinstance(x, str) else x for x in e.inputs)
-        return replace(e, inputs=tuple(inputs))
+        return e.reading(self.whole)

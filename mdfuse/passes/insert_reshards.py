@@ -60,8 +60,7 @@ class _Rewriter:
     origins: dict[str, str] = field(default_factory=dict)
 
     def layout(self, value: str) -> Layout:
-        layout = self.values[value].layout
-        assert layout is not None
+        layout = self.values[value].placed
         return layout
 
     def form(self, source: str, layout: Layout, stream: Stream) -> str | None:
@@ -221,7 +220,6 @@ def _rewrite(rewriter: _Rewriter, expr: Expr) -> None:
         rewriter.notes.read(expr, strategy.wanted)
     for operand, layout in strategy.wanted.items():
         names[operand] = rewriter.reshard(operand, layout, expr, streams.get(operand))
-    inputs = tuple(names.get(x, x) if isinstance(x, str) else x for x in expr.inputs)
     local_names = {}
     for name, layout in zip(expr.outputs, strategy.results, strict=True):
         is_there = rewriter.layout(name) == layout
@@ -229,8 +227,8 @@ def _rewrite(rewriter: _Rewriter, expr: Expr) -> None:
     outputs = tuple(local_names.values())
     if is_view(expr):
         rewriter.notes.add(expr)
-    is_same = inputs == expr.inputs and outputs == expr.outputs
-    rewriter.exprs.append(expr if is_same else replace(expr, inputs=inputs, outputs=outputs))
+    read = expr.reading(names)
+    rewriter.exprs.append(read if outputs == expr.outputs else replace(read, outputs=outputs))
     for name, local in local_names.items():
         if local != name:
             moved = Expr(op="set", inputs=(local,), outputs=(name,), source=expr.source)
@@ -254,10 +252,9 @@ def _local(rewriter: _Rewriter, out: Value, layout: Layout) -> str:
 
     It is streamed with the result, where the set between them reads it in chunks.
     """
-    assert out.layout is not None
     how = None
     if out.stream is not None and not out.expanded:
-        how = form(layout, out.layout, out.stream, out.shape[out.stream.dim])
+        how = form(layout, out.placed, out.stream, out.shape[out.stream.dim])
     if how is None:
         rewriter.values[out.name] = replace(out, stream=None)
     stream = out.stream if how is not None and FORMS[how][0] else None

@@ -268,8 +268,7 @@ def once(fusion: Fusion, is_near: Callable[[str], bool] = lambda _: True) -> Fus
     values, exprs, known = dict(fusion.values), list[Expr](), dict[object, tuple[str, ...]]()
     instead: dict[str, str] = {}
     for expr in fusion.exprs:
-        inputs = (instead.get(x, x) if isinstance(x, str) else x for x in expr.inputs)
-        expr = replace(expr, inputs=tuple(inputs))
+        expr = expr.reading(instead)
         where = tuple((values[n].layout, values[n].dtype) for n in expr.outputs)
         key = comparable((expr.op, expr.inputs, expr.attrs, where))
         is_whole = all(values[name].stream is None for name in expr.outputs)
@@ -356,9 +355,9 @@ def _is_read(x: object, values: Mapping[str, Value]) -> bool:
 
 def is_cut(fusion: Fusion, expr: Expr, value: Value) -> bool:
     """Return whether a set goes chunk by chunk; else it goes whole, and what is around it."""
-    assert value.layout is not None and value.stream is not None
+    assert value.stream is not None
     extent = value.shape[value.stream.dim]
-    return form(fusion.layout(expr.reads[0]), value.layout, value.stream, extent) == "chunks"
+    return form(fusion.layout(expr.reads[0]), value.placed, value.stream, extent) == "chunks"
 
 
 def _needs_whole(

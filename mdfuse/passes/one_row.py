@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from mdfuse.ir.dims import DimMap
-from mdfuse.ir.graph import Expr, Fusion, Operand, Value
+from mdfuse.ir.graph import Expr, Fusion, Value
 from mdfuse.layouts.stream import JOINED
 from mdfuse.passes.rewriting import Maker
 from mdfuse.passes.strategy import dim_map
@@ -41,13 +41,8 @@ def added_up(fusion: Fusion, values: Mapping[str, Value]) -> Fusion | None:
         for x in _whole(expr, values):
             if x not in sums:
                 sums[x] = _sum(maker, expr, values[x])
-        inputs = tuple(_instead(x, sums, _whole(expr, values)) for x in expr.inputs)
-        maker.exprs.append(replace(expr, inputs=inputs))
+        maker.exprs.append(expr.reading({x: sums[x] for x in _whole(expr, values)}))
     return replace(fusion, values=maker.values, exprs=tuple(maker.exprs)) if sums else None
-
-
-def _instead(x: Operand, sums: Mapping[str, str], whole: list[str]) -> Operand:
-    return sums[x] if isinstance(x, str) and x in whole else x
 
 
 def _whole(expr: Expr, values: Mapping[str, Value]) -> list[str]:
@@ -73,13 +68,13 @@ def _is_kept(label: int | None, labels: DimMap) -> bool:
 
 def _sum(maker: Maker, by: Expr, x: Value) -> str:
     """Append the sum of a value over its one row of the batch; return its name."""
-    assert x.stream is not None and x.layout is not None
+    assert x.stream is not None
     dim, shape, rows = x.stream.dim, x.shape, x.name
     how: dict[str, Any] = {"dims": (dim,), "keepdim": shape[dim] == 1, "dtype": x.dtype}
     if shape[dim] != 1:
         rows = maker.op(by, "reshape", rows, shape=(*shape[:dim], 1, *shape[dim:]))
-        moved = x.layout.with_dims({d: d + (d >= dim) for d in range(len(shape))})
+        moved = x.placed.with_dims({d: d + (d >= dim) for d in range(len(shape))})
         maker.values[rows] = replace(maker.values[rows], layout=moved)
     total = maker.op(by, "sum", rows, **how)
-    maker.values[total] = replace(maker.values[total], layout=x.layout)
+    maker.values[total] = replace(maker.values[total], layout=x.placed)
     return total

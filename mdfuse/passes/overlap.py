@@ -281,8 +281,7 @@ def _counts(
 
 def _rows(value: Value, dim: int, moved: Sequence[str]) -> int:
     """Return the number of rows of a dim, split by axes along which nothing moves."""
-    layout = value.layout
-    assert layout is not None
+    layout = value.placed
     fixed = (layout.mesh.axis_size(a) for a in layout.split_axes(dim) if a not in moved)
     return value.shape[dim] // math.prod(fixed)
 

@@ -265,11 +265,6 @@ def _with_set(
     for expr in fusion.exprs:
         if expr is readers[0]:
             exprs.append(set_expr)
-        exprs.append(_reading(expr, value, copy) if expr in readers else expr)
+        exprs.append(expr.reading({value: copy}) if expr in readers else expr)
     values = {**fusion.values, copy: replace(of, order_from="op")}
     return replace(fusion, values=values, exprs=tuple(exprs)), copy
-
-
-def _reading(expr: Expr, old: str, new: str) -> Expr:
-    """Return the expression with another operand."""
-    return replace(expr, inputs=tuple(new if x == old else x for x in expr.inputs))

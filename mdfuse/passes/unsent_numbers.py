@@ -59,11 +59,7 @@ def where_read(fusion: Fusion) -> Fusion:
                 values[copy] = replace(values[name], name=copy, layout=layout, is_law=False)
                 exprs.append(replace(producers[name], outputs=(copy,)))
             names[name] = copies[name, layout]
-        if not names:
-            exprs.append(expr)
-            continue
-        inputs = tuple(names.get(x, x) if isinstance(x, str) else x for x in expr.inputs)
-        exprs.append(replace(expr, inputs=inputs))
+        exprs.append(expr.reading(names))
     return replace(fusion, values=values, exprs=tuple(exprs))
 
 

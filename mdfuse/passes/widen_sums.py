@@ -45,9 +45,8 @@ def run(fusion: Fusion, dtype: torch.dtype) -> Fusion:
 
 def _is_rounded(before: Value, after: Value, dtype: torch.dtype) -> bool:
     """Return whether a set adds up floats that are narrower than the dtype."""
-    assert before.layout is not None and after.layout is not None
     is_narrow = before.dtype.is_floating_point and before.dtype.itemsize < dtype.itemsize
-    return is_narrow and _adds(before.layout, after.layout)
+    return is_narrow and _adds(before.placed, after.placed)
 
 
 def _adds(before: Layout, after: Layout) -> bool:

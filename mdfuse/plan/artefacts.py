@@ -83,7 +83,7 @@ class Artefacts:
         try:
             self._guard(private_folder)
             inductor.save(function, part)
-            forms = [[x[0], x[1], _dtype_name(x[2]), str(x[3])] for x in results]
+            forms = [[x[0], x[1], str(x[2])[len("torch.") :], str(x[3])] for x in results]
             about = {"sha256": _checksum(part), "results": forms}
             part.replace(self._code(name))
             part.write_text(json.dumps(about))
@@ -163,10 +163,6 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
     except OSError:
         return
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _form(shape: list[int], strides: list[int], dtype: str, device: str) -> Form:

@@ -144,8 +144,7 @@ def _pad(i: Instruction, context: Context) -> list[Line]:
 def _pack(i: Instruction, context: Context) -> list[Line]:
     """Write the blocks along `to_dim` one after the other, each with the joined dim outermost."""
     attrs = i.kwargs
-    layout = context.type(i.reads[0]).layout
-    assert layout is not None
+    layout = context.type(i.reads[0]).placed
     parts = layout.mesh.axis_size(attrs["axis"])
     extent = context.local(i.reads[0])[attrs["to_dim"]]
     fact = context.fact(i.reads[0])

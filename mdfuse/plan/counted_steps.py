@@ -20,13 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.backends.counted_posts import counted
+from mdfuse.backends.base import Poster
+from mdfuse.backends.staging import Staged
 from mdfuse.errors import CommunicationError, CountsError, ProgramError
 from mdfuse.hir.counted_rows import Cell, blocks_of, cell_of, cells_of, moves, row_size
 from mdfuse.hir.program import Instruction
 from mdfuse.ir import packed_rows
 from mdfuse.ir.extremes import poison
 from mdfuse.ir.ops import itself
+from mdfuse.layouts.call import Call
 from mdfuse.plan.allocation import allocate, empty
 from mdfuse.plan.context import Context, PlanStep, base_name, label
 from mdfuse.plan.lines import Line
@@ -324,3 +326,18 @@ PREPARED: dict[str, Callable[[Instruction, Context], list[Line]]] = {
     "pack_rows": pack,
     "unpack_rows": unpack,
 }
+
+
+def counted(poster: Any, call: Call) -> Poster:
+    """Return a poster with the counts of a run in place of those with which it was bound.
+
+    All posters are data classes of a call and a team; what they keep for one call is left behind.
+
+    Args:
+        poster: as a backend bound it.
+        call: the same call, with other counts.
+    """
+    if isinstance(poster, Staged) and hasattr(poster.post, "call"):
+        return replace(poster, call=call, post=counted(poster.post, call))
+    bound: Poster = replace(poster, call=call)
+    return bound

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import pairwise, zip_longest
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +30,6 @@ from mdfuse.plan.build import Plan
 from mdfuse.plan.captures import GraphRecorder, give_up, undisturbed
 from mdfuse.plan.context import CALLER_SLOT
 from mdfuse.plan.lines import Function, Line, write
-from mdfuse.plan.places import picked
 from mdfuse.plan.replays import AddressMisses, Captured, Quick, Ready, quick, ready, unwatched
 from mdfuse.plan.tensor_meta import Form, all_new, empty, form_of
 
@@ -169,7 +169,7 @@ class GraphPlan:
             for n, slot in enumerate(self.plan.outputs)
         ]
         self._new_places = [n for n, slot in enumerate(self._parameters) if slot in self._new]
-        self._taken = picked(self._places)
+        self._taken = _picked(self._places)
         pairs = zip(self._places, self.plan.outputs, strict=True)
         self._is_simple = not self.numbers and not any(
             place is None and slot is not None for place, slot in pairs
@@ -208,7 +208,8 @@ class GraphPlan:
             return self._run(values)
         if at is None or out is not None:
             at = self._given_at(values)
-        one = self._ready.get(new := self._new_at(values), self._copying)
+        new = tuple([values[n].data_ptr() for n in self._new_places])
+        one = self._ready.get(new, self._copying)
         if one is None or not one.fits(at):
             return self._run(values)
         is_odd = one is self._copying and 0 not in self._copied_out
@@ -221,10 +222,6 @@ class GraphPlan:
         """Return the addresses of the caller's tensors."""
         pairs = zip(self._parameters, values, strict=True)
         return tuple([x.data_ptr() for slot, x in pairs if x is not None and slot not in self._new])
-
-    def _new_at(self, values: Sequence[Any]) -> tuple[int, ...]:
-        """Return the addresses of new outputs."""
-        return tuple([values[n].data_ptr() for n in self._new_places])
 
     def _buffers(self, out: Sequence[Any]) -> list[Any]:
         """Return the caller's buffers for outputs, and new ones for the others."""
@@ -466,3 +463,13 @@ def _maker(chain: Sequence[Line], slot: int) -> Callable[[Mapping[int, Any]], An
         return slots[slot]
 
     return make
+
+
+def _picked(places: Sequence[int | None]) -> Callable[[Sequence[Any]], list[Any]]:
+    """Return the function that takes the values at some places, and None where it is None."""
+    if len(places) == 1 and (place := places[0]) is not None:
+        return lambda values: [values[place]]
+    if None in places or not places:
+        return lambda values: [None if n is None else values[n] for n in places]
+    taken = itemgetter(*places)
+    return lambda values: [*taken(values)]

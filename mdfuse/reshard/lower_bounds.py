@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from mdfuse.layouts.boxes import boxes_of
-from mdfuse.layouts.hosts import hosts_by_rank
 from mdfuse.layouts.layout import Layout, Partial
 from mdfuse.layouts.recv_volume import UNIT, has_few_rows, is_special, part_size
 
@@ -39,7 +38,7 @@ def bound(source: Layout, goal: Layout, shape: tuple[int, ...]) -> Moved:
     least, total = 0.0, 0.0
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for rank in ranks:
-        groups[_at(source, rank, kept_axes)].append(rank)
+        groups[coordinates(source, rank, kept_axes)].append(rank)
     for members in groups.values():
         have = {r: cells_of(source, shape, cuts, r) for r in members}
         need = {r: cells_of(goal, shape, cuts, r) for r in members}
@@ -89,47 +88,6 @@ def least_cost(source: Layout, goal: Layout, shape: tuple[int, ...]) -> int:
     return UNIT * max(need, math.prod(shape) * (terms + wanted - 2) // ranks)
 
 
-def crossing_bound(source: Layout, goal: Layout, shape: tuple[int, ...]) -> float:
-    """Return a lower bound of the elements through the network of the busiest host.
-
-    A host receives at least the elements that its ranks need and cannot compute, and sends those
-    that others need and no other host has. On average hosts send as much as
-    they receive.
-    """
-    hosts = hosts_by_rank(source.mesh, goal.mesh)
-    kept_axes = [a for a in source.partial_axes if a in goal.partial_axes]
-    reduced = [a for a in source.partial_axes if a not in kept_axes]
-    cuts, volume = cut_in_cells(source, goal, shape)
-    terms: dict[Any, dict[int, Any]] = defaultdict(dict)  # term -> host -> mask of its cells
-    for r in source.mesh.ranks:
-        there = terms[_at(source, r, kept_axes), _at(source, r, reduced)]
-        there[hosts[r]] = there.get(hosts[r], False) | cells_of(source, shape, cuts, r)
-    needs: dict[Any, dict[int, Any]] = defaultdict(dict)
-    for r in goal.mesh.ranks:
-        there = needs[_at(goal, r, kept_axes)]
-        there[hosts[r]] = there.get(hosts[r], False) | cells_of(goal, shape, cuts, r)
-    into, out = Counter[int](), Counter[int]()
-    for group, need in needs.items():
-        held = [cells_by_host for (at, _), cells_by_host in terms.items() if at == group]
-        for h, cells in need.items():
-            complete = np.all(
-                [cells_by_host.get(h, np.zeros_like(cells)) for cells_by_host in held], axis=0
-            )
-            into[h] += int((volume * (cells & ~complete)).sum())
-        for h in {h for cells_by_host in held for h in cells_by_host}:
-            elsewhere = np.any([c for g, c in need.items() if g != h] or [volume < 0], axis=0)
-            alone = np.any([_only(cells_by_host, h, elsewhere) for cells_by_host in held], axis=0)
-            out[h] += int((volume * (alone & elsewhere)).sum())
-    average = sum(into.values()) / len({*into, *out})
-    return max(average, *into.values(), *out.values())
-
-
-def _only(by_host: dict[int, Any], host: int, like: Any) -> Any:
-    """Return a mask of the cells of a term that one host alone holds."""
-    others = np.any([c for h, c in by_host.items() if h != host] or [like & False], axis=0)
-    return by_host.get(host, like & False) & ~others
-
-
 def cut_in_cells(
     source: Layout, goal: Layout, shape: tuple[int, ...]
 ) -> tuple[list[list[int]], np.ndarray[Any, Any]]:
@@ -145,7 +103,8 @@ def cut_in_cells(
     return cuts, volume
 
 
-def _at(layout: Layout, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
+def coordinates(layout: Layout, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
+    """Return a rank's coordinates along some axes; none outside of the mesh."""
     coordinate = layout.mesh.coordinate(rank)
     return tuple(coordinate[layout.mesh.axis_index(a)] for a in axes) if coordinate else ()
 

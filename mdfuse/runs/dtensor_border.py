@@ -66,8 +66,7 @@ class DTensorOutput:
     def _first(self, local: Tensor | None) -> DTensor:
         import torch
 
-        layout = self.kind.layout
-        assert layout is not None
+        layout = self.kind.placed
         if local is None:
             local = torch.empty(0, dtype=self.kind.dtype, device=self.mesh.device_type)
         return to_dtensor(local, self.mesh, layout, self.kind.shape, self.order)
@@ -232,8 +231,7 @@ def _other_mesh(name: str, given: DeviceMesh, expected: DeviceMesh, where: str) 
 
 
 def _other_layout(program: HostProgram, name: str, given: Layout) -> ProgramError:
-    expected = program.types[name].layout
-    assert expected is not None
+    expected = program.types[name].placed
     axes = ", ".join(f'"{a}": {_code(p)}' for a, p in given.by_axis().items())
     hints = [f"define %{name} with layout={{{axes}}}"]
     if name not in program.inputs:
@@ -288,13 +286,12 @@ def _output(program: HostProgram, name: str, meshes: Sequence[TorchMesh]) -> DTe
 
 def _refusal(kind: BufferType, meshes: Sequence[TorchMesh]) -> tuple[str, str] | None:
     """Return the reason why an output cannot be a DTensor, and the remedy; None: it can."""
-    assert kind.layout is not None
     if kind.padding is not None or kind.flat:
         return "this buffer is padded or flat, which a DTensor is not", "return what it holds"
-    why = why_not(kind.layout, kind.shape)
+    why = why_not(kind.placed, kind.shape)
     if why is not None:
         return why[0], f"give it {why[1]}"
-    if any(describes(m, kind.layout.mesh) for m in meshes):
+    if any(describes(m, kind.placed.mesh) for m in meshes):
         return None
     return (
         "with DTensors for arguments outputs are DTensors, and none of these is on that mesh; "

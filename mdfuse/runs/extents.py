@@ -207,8 +207,7 @@ def known_extents(
 
 
 def _layout(host: HostProgram, d: _Dim) -> Layout:
-    layout = host.types[d.name].layout
-    assert layout is not None
+    layout = host.types[d.name].placed
     return layout
 
 

@@ -29,14 +29,20 @@ AT_EXIT = 6
 _generations = itertools.count()
 
 
+def loaded(carriers: BackendChoice) -> tuple[str, ...]:
+    """Return the names of backends, the usual one first, with their libraries loaded."""
+    for named in carriers.names:
+        if named in BACKENDS:
+            BACKENDS[named].load()
+    usual = auto()[0] if carriers.usual == "auto" else carriers.usual
+    return (usual, *carriers.others)
+
+
 def door_of(carriers: BackendChoice, options: Options) -> Door:
     """Find the store of the ranks that the launcher started."""
     keep_ready(AT_EXIT)
     launch = detect(os.environ, default_group())
-    for named in carriers.names:
-        if named in BACKENDS:
-            BACKENDS[named].load()
-    name = auto()[0] if carriers.usual == "auto" else carriers.usual
+    names = loaded(carriers)
     watch = watch_for(launch, options, os.environ)
     if launch.size > 1:
         watch.start()
@@ -49,7 +55,7 @@ def door_of(carriers: BackendChoice, options: Options) -> Door:
         raise
     return Door(
         launch=launch,
-        names=(name, *carriers.others),
+        names=names,
         options=options,
         base=base,
         root=root,

@@ -15,13 +15,13 @@ from mdfuse.config import Options, backend_choice, options_from_environment
 from mdfuse.errors import BackendError, ProgramError, shown
 from mdfuse.frontend.cache import FusionCache
 from mdfuse.interpreter.threads import keep_ready
+from mdfuse.runtime.agreement.abort_protocol import not_open
 from mdfuse.runtime.agreement.epochs import Electorate, Excluded, asked
-from mdfuse.runtime.backend_rows import BACKENDS, auto
-from mdfuse.runtime.communicator import Communicator, follow, live, opened
+from mdfuse.runtime.communicator import Communicator, follow, init, live, opened
 from mdfuse.runtime.first_meeting import Door, watch_for
 from mdfuse.runtime.membership import Member, Membership
 from mdfuse.runtime.null_world import NULL
-from mdfuse.runtime.opening import AT_EXIT
+from mdfuse.runtime.opening import AT_EXIT, loaded
 from mdfuse.runtime.stores import open_store
 from mdfuse.runtime.watch.hang_report import ranks_text
 from mdfuse.runtime.watch.watch import end_process
@@ -240,7 +240,7 @@ def _joined(settle_s: float | None) -> Communicator:
     """Join, as a new process, those that go on; see `rebuild`."""
     options = options_from_environment(None)
     keep_ready(AT_EXIT)
-    launch, names = detect(os.environ, default_group()), _backends(options)
+    launch, names = detect(os.environ, default_group()), loaded(backend_choice(options.backend))
     if launch.size == 1 or names[0] == NULL:
         raise BackendError(
             "rebuild(join=True) in a process of its own",
@@ -266,16 +266,6 @@ def _joined(settle_s: float | None) -> Communicator:
     return _entered(door, electorate, epoch, None)
 
 
-def _backends(options: Options) -> tuple[str, ...]:
-    """Return the names of the backends, the first one first, with their libraries loaded."""
-    carriers = backend_choice(options.backend)
-    for named in carriers.names:
-        if named in BACKENDS:
-            BACKENDS[named].load()
-    usual = auto()[0] if carriers.usual == "auto" else carriers.usual
-    return (usual, *carriers.others)
-
-
 def _called(base: Store, place: int, timeout_s: float) -> tuple[str, str]:
     """Wait until the others call this process; return the root of their keys, and the call."""
     try:
@@ -293,3 +283,23 @@ def _called(base: Store, place: int, timeout_s: float) -> tuple[str, str]:
             hint="the others call mdfuse.rebuild(join=True) between two steps; raise timeout_s "
             "where steps are longer",
         ) from error
+
+
+# -- programs of before ----------------------------------------------------------------------------
+
+
+def members() -> tuple[Member, ...]:
+    """Return the processes behind the ranks of this process's communicator; () for none."""
+    communicator = live()
+    return () if communicator is None else communicator.membership.members
+
+
+def successor(communicator: Communicator | None, options: Options | None) -> Communicator:
+    """Return the communicator of programs whose last one is closed.
+
+    Raises:
+        BackendError: ranks were lost: they are numbered anew.
+    """
+    if communicator is not None and communicator.is_left:
+        raise not_open(communicator.rank, "run a program of before the rebuild", is_fork=False)
+    return init(options)

@@ -87,10 +87,6 @@ class Meeting:
     watch: Watch
 
 
-def _from_default_group(meeting: Meeting) -> tuple[Store, bool]:
-    return default_store(), False
-
-
 def _from_torchrun(meeting: Meeting) -> tuple[Store, bool]:
     """Open the store of torchrun's agent; for ranks started by hand, rank 0 keeps one.
 
@@ -180,7 +176,7 @@ def _offer(meeting: Meeting, is_one_host: bool) -> tuple[Any, Store | None]:
 
 
 _STORES: dict[str, Callable[[Meeting], tuple[Store, bool]]] = {
-    "default group": _from_default_group,
+    "default group": lambda meeting: (default_store(), False),
     "torchrun": _from_torchrun,
     "mpirun": _from_mpi,
     "srun": _from_mpi,

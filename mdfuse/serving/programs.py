@@ -153,8 +153,7 @@ class Programs:
         """The choice of tokens by drawn numbers, with so many of the largest logits in order."""
         if largest not in self._samplers:
             program = self.programs[False]
-            layout = program.host.types[program.host.outputs[-1]].layout
-            assert layout is not None
+            layout = program.host.types[program.host.outputs[-1]].placed
             definition = token_choice.define(self.shape.slots, self.words, layout, largest)
             self._samplers[largest] = compile(definition, self._options)
         return self._samplers[largest]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -244,40 +245,24 @@ def _joined(posts: list[_Posted]) -> Tensor:
     return torch.stack([p.srcs[0].reshape(-1) for p in posts])
 
 
-def _allgather(posts: list[_Posted]) -> None:
-    everything = _joined(posts)
-    for p in posts:
-        _fill(p.dsts[0], everything, p)
-
-
 def _reduced(posts: list[_Posted]) -> Tensor:
     op = posts[0].call.reduce_op
     assert op is not None
     return combine(op, _joined(posts))
 
 
-def _allreduce(posts: list[_Posted]) -> None:
-    total = _reduced(posts)
+def _spread(whole: Callable[[list[_Posted]], Tensor], posts: list[_Posted]) -> None:
+    """Fill the destination of each rank that has one with the same elements."""
+    elements = whole(posts)
     for p in posts:
-        _fill(p.dsts[0], total, p)
-
-
-def _reduce(posts: list[_Posted]) -> None:
-    total, root = _reduced(posts), _at_root(posts)
-    _fill(root.dsts[0], total, root)
+        for dst in p.dsts:
+            _fill(dst, elements, p)
 
 
 def _reduce_scatter(posts: list[_Posted]) -> None:
     total = _reduced(posts)
     for p, block in zip(posts, total.reshape(len(posts), -1), strict=True):
         _fill(p.dsts[0], block, p)
-
-
-def _broadcast(posts: list[_Posted]) -> None:
-    src = _at_root(posts).srcs[0]
-    for p in posts:
-        if p.call.rank != p.call.root:
-            _fill(p.dsts[0], src, p)
 
 
 def _gather(posts: list[_Posted]) -> None:
@@ -306,11 +291,11 @@ def _all_to_all(posts: list[_Posted]) -> None:
 
 _MOVES: dict[str, Callable[[list[_Posted]], None]] = by_kind(
     {
-        "Allgather": _allgather,
-        "Allreduce": _allreduce,
-        "Reduce": _reduce,
+        "Allgather": partial(_spread, _joined),
+        "Allreduce": partial(_spread, _reduced),
+        "Reduce": partial(_spread, _reduced),
         "ReduceScatter": _reduce_scatter,
-        "Broadcast": _broadcast,
+        "Broadcast": partial(_spread, lambda posts: _at_root(posts).srcs[0]),
         "Gather": _gather,
         "Scatter": _scatter,
         "AllToAll": _all_to_all,

@@ -19,8 +19,15 @@ from mdfuse.backends import staging
 from mdfuse.backends.base import root_index
 from mdfuse.backends.mpi import mpi_library as mpi_library
 from mdfuse.backends.mpi.mpi_backend import MpiBackend
-from mdfuse.backends.mpi.mpi_posts import MOST_ELEMENTS, MpiTeam, check_sizes
-from mdfuse.backends.mpi.mpi_types import carrying_type, is_reducible, reduce_op, reducing_type
+from mdfuse.backends.mpi.mpi_posts import (
+    MOST_ELEMENTS,
+    MpiTeam,
+    carrying_type,
+    check_sizes,
+    is_reducible,
+    reduce_op,
+    reducing_type,
+)
 from mdfuse.backends.mpi.pending_requests import Requests, State, Waiting, poll
 from mdfuse.backends.work import DONE
 from mdfuse.bootstrap import Launch

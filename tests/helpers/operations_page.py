@@ -68,7 +68,7 @@ def page(text: str) -> str:
     """The page with its lists anew; each stands in the section that is named so."""
     families = {
         "Elementwise": (ops.pointwise, ops.special),
-        "Reductions": (ops.reductions, ops.extremes, ops.ordering, ops.scans),
+        "Reductions": (ops.reductions, ops.extremes, ops.scans),
         "Tensors of numbers": (ops.creations,),
         "Shapes and the order of dims": (ops.views, ops.moves),
         "Parts": (ops.parts, ops.joining),

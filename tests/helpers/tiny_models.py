@@ -15,9 +15,6 @@ import mdfuse as mf
 from mdfuse import DeviceMesh, Shard
 from mdfuse.compiled.imported import ImportedModel
 
-#: name of an axis -> the patterns that it splits, each with a dim.
-Splits = Mapping[str, int]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Tiny:

@@ -174,7 +174,7 @@ def test_another_backend_along_an_axis(
     expected = (whole[0] @ whole[1] * 2.0).chunk(2, dim=1)[0 if comm.rank in (2, 3) else 1]
     torch.testing.assert_close(got, expected)
     along = {"tp": "ReduceScatter", "dp": "Allgather"}
-    assert {kind: x == "c10d.bound_call" for kind, x in bound.items()} == {
+    assert {kind: x == "c10d.c10d_backend" for kind, x in bound.items()} == {
         kind: name == axis for name, kind in along.items()
     }
 

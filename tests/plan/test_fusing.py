@@ -15,7 +15,7 @@ import mdfuse as mf
 from mdfuse import DeviceMesh, FusionDefinition, Options
 from mdfuse.evaluator import HostIrEvaluator
 from mdfuse.hir.text.parser import parse
-from mdfuse.ir import creation, random
+from mdfuse.ir import creation
 from mdfuse.plan import compilation, inductor
 from mdfuse.plan.build import Plan
 from mdfuse.plan.inductor import TracedGraph
@@ -384,7 +384,7 @@ def test_numbers_from_outside_of_a_unit(compiler: Compiler) -> None:
 def test_what_makes_numbers_is_dense(shape: tuple[int, ...]) -> None:
     for box in (None, tuple((n // 3, n) for n in shape)):
         made = [
-            random.uniform(1, shape=shape, dtype=torch.float32, stream=2, box=box),
+            creation.uniform(1, shape=shape, dtype=torch.float32, stream=2, box=box),
             creation.full(2.0, shape=shape, dtype=torch.float32, box=box),
             creation.constant(
                 values=range(math.prod(shape)), shape=shape, dtype=torch.int64, box=box

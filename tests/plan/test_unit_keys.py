@@ -17,8 +17,6 @@ from mdfuse.plan import unit_keys
 from mdfuse.plan.lines import Line, SlotRef
 from mdfuse.plan.unit_keys import name_of, unit_key
 
-FORM = ((3,), (1,), torch.float32, torch.device("cpu"))
-
 
 def line(run: Any, *args: Any, into: int = 9, **kwargs: Any) -> Line:
     return Line(run=run, args=args, kwargs=tuple(kwargs.items()), into=into)

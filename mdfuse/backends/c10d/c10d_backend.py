@@ -7,14 +7,16 @@ from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
 
 import torch
+from torch import Tensor
 
-from mdfuse.backends.base import Poster, check_call, check_usable
-from mdfuse.backends.c10d.bound_call import BoundCall
-from mdfuse.backends.c10d.c10d_posts import Team
+from mdfuse.backends.base import Poster, Posting, PostSite, Work, check_call, check_usable
+from mdfuse.backends.c10d.c10d_posts import Team, build_post, prepared, prepared_together
 from mdfuse.backends.c10d.group_openers import LIBRARIES
 from mdfuse.backends.c10d.sockets import Sockets, opened, shut_down
 from mdfuse.backends.nccl.lane import LaneOpener, NcclLane
 from mdfuse.backends.teams import new_teams, not_connected, team_key
+from mdfuse.backends.transfers import Post
+from mdfuse.backends.work import DONE, explained
 from mdfuse.layouts.call import Call
 from mdfuse.torch_private import Group, PrefixStore, Store
 
@@ -104,3 +106,55 @@ class C10dBackend:
     def _store_of(self, team: tuple[int, ...], purpose: str) -> Store:
         """Return a store whose keys only this team uses, for this purpose."""
         return PrefixStore(f"{purpose}/{team_key(team)}", self.store)
+
+
+# -- calls that are bound to a team ----------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class BoundCall:
+    """A call bound to its team, with one posting function per dtype."""
+
+    call: Call
+    team: Team
+    lane: NcclLane | None = None
+    posts: dict[torch.dtype, Post] = field(default_factory=dict, init=False)
+
+    def __call__(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
+        buffers = srcs or dsts
+        if not buffers:
+            return DONE
+        if self.lane is not None:  # on all ranks, or on none: see NcclLane
+            work = self.lane.post(self.call, srcs, dsts)
+            if work is not None:
+                return work
+        dtype = buffers[0].dtype
+        post = self.posts.get(dtype)
+        if post is None:
+            post = self.posts[dtype] = build_post(self.team, self.call, dtype)
+        try:
+            return post(srcs, dsts)
+        except (RuntimeError, ValueError) as error:
+            raise explained(self.call, error) from error
+
+    def prepare(
+        self, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: PostSite
+    ) -> Posting | None:
+        """Return the post as calls of the library's own functions, for dense buffers like these."""
+        if self.lane is not None:
+            posting = self.lane.prepare(self.call, srcs, dsts, place)
+            if posting is not None:
+                return posting
+        return prepared(self.team, self.call, srcs, dsts, place)
+
+    def together(
+        self,
+        calls: Sequence[Call],
+        srcs: Sequence[Tensor],
+        dsts: Sequence[Tensor],
+        place: PostSite,
+    ) -> Posting | None:
+        """Return a group of posts as one of the library; see `Grouping.together`."""
+        if self.lane is not None:
+            return self.lane.together(calls, srcs, dsts, place)
+        return prepared_together(self.team, calls, srcs, dsts)

@@ -229,15 +229,10 @@ def _is_in_place(call: Call) -> bool:
     return call.kind in ("Allreduce", "Reduce")
 
 
-def _allgather(bound: _PostTraits) -> _OneCall:
-    run, options = all_gather_of(bound.team.group), bound.options(AllgatherOptions())
-    return lambda src, dst: (run, (dst, src, options))
-
-
-def _reduce_scatter(bound: _PostTraits) -> _OneCall:
-    run = reduce_scatter_of(bound.team.group)
-    options = bound.options(dist.ReduceScatterOptions())
-    return lambda src, dst: (run, (dst, src, options))
+def _base(group_call: Callable[[Group], Any], options: type, bound: _PostTraits) -> _OneCall:
+    """Return a call that takes the destination first, both as one tensor."""
+    run, opts = group_call(bound.team.group), bound.options(options())
+    return lambda src, dst: (run, (dst, src, opts))
 
 
 def _allreduce(bound: _PostTraits) -> _OneCall:
@@ -280,22 +275,18 @@ def _splits(counts: Sequence[int]) -> Sequence[int]:
     return counts if len(set(counts)) > 1 or 0 in counts else ()
 
 
-def _no_call(bound: _PostTraits) -> None:
-    """Return None: the kind is posted as transfers."""
-
-
 _Builder = Callable[[_PostTraits], _OneCall | None]
 
 _CALLS: dict[str, _Builder] = by_kind(
     {
-        "Allgather": _allgather,
-        "ReduceScatter": _reduce_scatter,
+        "Allgather": partial(_base, all_gather_of, AllgatherOptions),
+        "ReduceScatter": partial(_base, reduce_scatter_of, dist.ReduceScatterOptions),
         "Allreduce": _allreduce,
         "AllToAll": _alltoall,
         "Broadcast": _broadcast,
         "Reduce": _reduce,
     },
-    default=_no_call,
+    default=lambda bound: None,  # the kind is posted as transfers
 )
 
 

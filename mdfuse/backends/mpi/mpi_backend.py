@@ -17,7 +17,7 @@ from mdfuse.backends.mpi import mpi_library as mpi_library
 from mdfuse.backends.mpi.mpi_posts import MpiTeam, build_post, check_sizes
 from mdfuse.backends.mpi.pending_requests import Waiting
 from mdfuse.backends.staging import Staged, after_the_stream
-from mdfuse.backends.teams import new_teams, not_connected, team_key
+from mdfuse.backends.teams import new_teams, no_more_posts, not_connected, team_key
 from mdfuse.backends.transfers import Post
 from mdfuse.backends.work import DONE, explained
 from mdfuse.errors import BackendError
@@ -86,12 +86,7 @@ class MpiBackend:
             BackendError: it is refused.
         """
         if team.state.is_broken:
-            raise BackendError(
-                f"rank {call.rank} cannot post {call.kind} on team {call.team} any more",
-                because="an earlier communication of this team failed, so that its members may be "
-                "at different ones",
-                hint="close() the communicator and call mdfuse.init() again, on all ranks",
-            )
+            raise no_more_posts(call)
         if not self._is_threaded and not self._mpi.Is_thread_main():
             raise BackendError(
                 f"rank {call.rank} posts {call.kind} from a thread that did not start MPI",

@@ -15,15 +15,14 @@ import torch
 from torch import Tensor
 
 from mdfuse.backends.base import Work, flat, root_index
-from mdfuse.backends.mpi.mpi_types import carrying_type, is_reducible, reduce_op, reducing_type
 from mdfuse.backends.mpi.pending_requests import Requests, State, Waiting
 from mdfuse.backends.ordered import in_order, is_ordered
 from mdfuse.backends.transfers import Post, Transfer, transferred
 from mdfuse.backends.work import DONE, Posted
 from mdfuse.errors import CommunicationError
 from mdfuse.layouts.call import Call
-from mdfuse.layouts.kinds import REDUCING, by_kind, source_blocks
-from mdfuse.layouts.reduction import check_reduction, working_dtype
+from mdfuse.layouts.kinds import KINDS, REDUCING, by_kind, source_blocks
+from mdfuse.layouts.reduction import BOOL_OPS, check_reduction, working_dtype
 
 #: Both ends match the i-th send to the i-th receive, so that one tag serves all.
 _TAG = 0
@@ -109,59 +108,34 @@ def check_sizes(call: Call, buffers: Sequence[Tensor]) -> None:
 # -- collectives ---------------------------------------------------------------------------------
 
 
-def _unless_empty(
-    team: MpiTeam, call: Call, begin: Callable[[Sequence[Tensor], Sequence[Tensor]], Any]
-) -> Post:
+#: Kind -> the method that begins it.
+_METHODS = {
+    "Allgather": "Iallgather",
+    "ReduceScatter": "Ireduce_scatter_block",
+    "Allreduce": "Iallreduce",
+    "Broadcast": "Ibcast",
+    "Reduce": "Ireduce",
+}
+
+
+def _collective(team: MpiTeam, call: Call, dtype: torch.dtype) -> Post:
     """Return a post that makes one request; without elements, which no rank has then, none."""
+    start, memory = getattr(team.comm(call), _METHODS[call.kind]), team.memory
+    reduces, is_broadcast = call.kind in REDUCING, call.kind == "Broadcast"
+    kind = (reducing_type if reduces else carrying_type)(team.mpi, dtype)
+    how: list[Any] = [reduce_op(team.mpi, call.reduce_op, dtype)] if reduces else []
+    how += [root_index(call)] if KINDS[call.kind].has_root else []
 
     def post(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Work:
         if not (srcs or dsts)[0].numel():
             return DONE
-        return team.posted(call, (begin(srcs, dsts),), (*srcs, *dsts))
+        src, dst = ([memory(x[0]), kind] if x else None for x in (srcs, dsts))
+        if call.kind == "Allreduce" and srcs[0].data_ptr() == dsts[0].data_ptr():
+            src = team.mpi.IN_PLACE
+        sides = (src or dst,) if is_broadcast else (src, dst)
+        return team.posted(call, (start(*sides, *how),), (*srcs, *dsts))
 
     return post
-
-
-def _allgather(team: MpiTeam, call: Call, dtype: torch.dtype) -> Post:
-    kind, start, memory = carrying_type(team.mpi, dtype), team.comm(call).Iallgather, team.memory
-    return _unless_empty(team, call, lambda s, d: start([memory(s[0]), kind], [memory(d[0]), kind]))
-
-
-def _reduce_scatter(team: MpiTeam, call: Call, dtype: torch.dtype) -> Post:
-    kind, op = reducing_type(team.mpi, dtype), reduce_op(team.mpi, call.reduce_op, dtype)
-    start, memory = team.comm(call).Ireduce_scatter_block, team.memory
-    return _unless_empty(
-        team, call, lambda s, d: start([memory(s[0]), kind], [memory(d[0]), kind], op)
-    )
-
-
-def _allreduce(team: MpiTeam, call: Call, dtype: torch.dtype) -> Post:
-    kind, op = reducing_type(team.mpi, dtype), reduce_op(team.mpi, call.reduce_op, dtype)
-    start, memory, in_place = team.comm(call).Iallreduce, team.memory, team.mpi.IN_PLACE
-
-    def begin(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Any:
-        src, dst = srcs[0], dsts[0]
-        given = in_place if src.data_ptr() == dst.data_ptr() else [memory(src), kind]
-        return start(given, [memory(dst), kind], op)
-
-    return _unless_empty(team, call, begin)
-
-
-def _broadcast(team: MpiTeam, call: Call, dtype: torch.dtype) -> Post:
-    kind, root = carrying_type(team.mpi, dtype), root_index(call)
-    start, memory = team.comm(call).Ibcast, team.memory
-    return _unless_empty(team, call, lambda s, d: start([memory((s or d)[0]), kind], root))
-
-
-def _reduce(team: MpiTeam, call: Call, dtype: torch.dtype) -> Post:
-    kind, op = reducing_type(team.mpi, dtype), reduce_op(team.mpi, call.reduce_op, dtype)
-    root, start, memory = root_index(call), team.comm(call).Ireduce, team.memory
-
-    def begin(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Any:
-        into = [memory(dsts[0]), kind] if dsts else None
-        return start([memory(srcs[0]), kind], into, op, root)
-
-    return _unless_empty(team, call, begin)
 
 
 def _alltoall(team: MpiTeam, call: Call, dtype: torch.dtype) -> Post:
@@ -288,14 +262,68 @@ _Builder = Callable[[MpiTeam, Call, torch.dtype], Post]
 
 _CALLS: dict[str, _Builder] = by_kind(
     {
-        "Allgather": _allgather,
-        "ReduceScatter": _reduce_scatter,
-        "Allreduce": _allreduce,
+        **dict.fromkeys(_METHODS, _collective),
         "AllToAll": _alltoall,
-        "Broadcast": _broadcast,
-        "Reduce": _reduce,
         "Gather": _gather,
         "Scatter": _scatter,
     },
     default=_transferred,
 )
+
+
+# -- MPI's names for torch's dtypes and reduce ops -------------------------------------------------
+# Every type is passed explicitly: MPI takes a wrong guess for narrow floats without an error.
+
+
+#: Types in which MPI itself reduces; bool does as bytes that hold 0 or 1.
+_REDUCIBLE = {
+    torch.float32: "FLOAT",
+    torch.float64: "DOUBLE",
+    torch.complex64: "C_FLOAT_COMPLEX",
+    torch.complex128: "C_DOUBLE_COMPLEX",
+    torch.int8: "INT8_T",
+    torch.int16: "INT16_T",
+    torch.int32: "INT32_T",
+    torch.int64: "INT64_T",
+    torch.uint8: "UINT8_T",
+    torch.uint16: "UINT16_T",
+    torch.uint32: "UINT32_T",
+    torch.uint64: "UINT64_T",
+    torch.bool: "UINT8_T",
+}
+
+#: Types for data that is only carried, by bytes per element: MPI counts up to 2^31 elements.
+_CARRIED = {1: "BYTE", 2: "UINT16_T", 4: "UINT32_T", 8: "UINT64_T", 16: "C_DOUBLE_COMPLEX"}
+
+#: MPI has no average: the sum is divided afterwards.
+_OPS = {
+    "sum": "SUM",
+    "prod": "PROD",
+    "min": "MIN",
+    "max": "MAX",
+    "avg": "SUM",
+    "band": "BAND",
+    "bor": "BOR",
+    "bxor": "BXOR",
+}
+
+
+def is_reducible(dtype: torch.dtype) -> bool:
+    """Return whether MPI reduces this dtype; the others are reduced in their working dtype."""
+    return dtype in _REDUCIBLE
+
+
+def reducing_type(mpi: Any, dtype: torch.dtype) -> Any:
+    """Return MPI's type for the elements of a reduction."""
+    return getattr(mpi, _REDUCIBLE[dtype])
+
+
+def carrying_type(mpi: Any, dtype: torch.dtype) -> Any:
+    """Return a type of MPI with as many bytes as the dtype, for data that is only carried."""
+    return getattr(mpi, _CARRIED[dtype.itemsize])
+
+
+def reduce_op(mpi: Any, op: str | None, dtype: torch.dtype) -> Any:
+    """Return MPI's op for a reduce op; the sum for "avg"."""
+    name = op or ""
+    return getattr(mpi, _OPS[BOOL_OPS[name] if dtype is torch.bool else name])

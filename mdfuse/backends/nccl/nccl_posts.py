@@ -105,7 +105,7 @@ def prepare_together(
     """
     posts = list[tuple[Any, tuple[Any, ...]]]()
     for call, src, dst in zip(calls, srcs, dsts, strict=True):
-        if _CALLS.get(call.kind) not in _IN_GROUPS or not is_carried(call, (src, dst)):
+        if call.kind not in _IN_GROUPS or not is_carried(call, (src, dst)):
             return ()
         for one in prepare(port, call, [src], [dst]):
             posts.append((one.run, one.args[2:]))
@@ -242,46 +242,30 @@ def _carried(tensor: Tensor, count: int) -> tuple[int, int]:
     return (count * tensor.itemsize, _BYTE) if code is None else (count, code)
 
 
-def _allgather(port: Port, call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Prepared:
-    of_one = _carried(srcs[0], srcs[0].numel())
-    return Prepared(port.binding.all_gather, (_SRC, _DST, *of_one, port.comm, port.stream))
+#: Kind -> the function of NCCL.
+_NAMES = {
+    "Allgather": "all_gather",
+    "ReduceScatter": "reduce_scatter",
+    "Allreduce": "all_reduce",
+    "Broadcast": "bcast",
+    "Reduce": "reduce",
+}
 
 
-def _reduce_scatter(
-    port: Port, call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor]
-) -> Prepared:
-    of_one = _carried(dsts[0], dsts[0].numel())
-    arguments = (_SRC, _DST, *of_one, _op(call), port.comm, port.stream)
-    return Prepared(port.binding.reduce_scatter, arguments)
-
-
-def _allreduce(port: Port, call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Prepared:
-    whole = _carried(dsts[0], dsts[0].numel())
-    arguments = (_SRC, _DST, *whole, _op(call), port.comm, port.stream)
-    return Prepared(port.binding.all_reduce, arguments, in_place=True)
-
-
-def _broadcast(port: Port, call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Prepared:
-    buffer = (*srcs, *dsts)[0]
-    whole = _carried(buffer, buffer.numel())
-    arguments = (_SRC if srcs else _DST, *whole, _root(call), port.comm, port.stream)
-    return Prepared(port.binding.bcast, arguments)
-
-
-def _reduce(port: Port, call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Prepared:
-    whole = _carried(srcs[0], srcs[0].numel())
-    into: Buffer | int = _DST if dsts else 0  # only the root's is looked at
-    arguments = (_SRC, into, *whole, _op(call), _root(call), port.comm, port.stream)
-    return Prepared(port.binding.reduce, arguments)
-
-
-def _op(call: Call) -> int:
-    return _OPS[call.reduce_op or ""]
-
-
-def _root(call: Call) -> int:
-    assert call.root is not None
-    return call.team.index(call.root)
+def _collective(port: Port, call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> Prepared:
+    """Return the one call of a collective, whose count is that of its smaller buffer."""
+    smaller = min((*srcs, *dsts), key=Tensor.numel)
+    sides: tuple[Buffer | int, ...] = (_SRC, _DST if dsts else 0)  # a reduce fills the root's alone
+    if call.kind == "Broadcast":
+        sides = (_SRC if srcs else _DST,)
+    arguments = [*sides, *_carried(smaller, smaller.numel())]
+    if call.kind in REDUCING:
+        arguments.append(_OPS[call.reduce_op or ""])
+    if KINDS[call.kind].has_root:
+        arguments.append(root_index(call))
+    run = getattr(port.binding, _NAMES[call.kind])
+    is_in_place = call.kind == "Allreduce"
+    return Prepared(run, (*arguments, port.comm, port.stream), in_place=is_in_place)
 
 
 # -- transfers between pairs -----------------------------------------------------------------------
@@ -333,15 +317,9 @@ def _transfers(
 _Builder = Callable[[Port, Call, Sequence[Tensor], Sequence[Tensor]], Prepared | None]
 
 _CALLS: dict[str, _Builder] = by_kind(
-    {
-        "Allgather": _allgather,
-        "ReduceScatter": _reduce_scatter,
-        "Allreduce": _allreduce,
-        "Broadcast": _broadcast,
-        "Reduce": _reduce,
-    },
+    dict.fromkeys(_NAMES, _collective),
     default=_transferred,
 )
 
 #: The calls whose first arguments are one source and one destination.
-_IN_GROUPS = (_allgather, _reduce_scatter, _allreduce)
+_IN_GROUPS = ("Allgather", "ReduceScatter", "Allreduce")

@@ -24,6 +24,7 @@ from mdfuse.backends.symmetric.heap import Heap
 from mdfuse.backends.symmetric.host_memory import Fence, Process, SharedMemory
 from mdfuse.backends.symmetric.moves import IN_HEAP, SLOTS, Move, Put, Shape, Take, kind_of
 from mdfuse.backends.symmetric.post_buffers import Buffers
+from mdfuse.backends.teams import no_more_posts
 from mdfuse.backends.transfers import change
 from mdfuse.backends.work import DONE, failure
 from mdfuse.errors import BackendError
@@ -159,12 +160,7 @@ class HostTeam:
             BackendError: it is refused.
         """
         if self.is_broken:
-            raise BackendError(
-                f"rank {call.rank} cannot post {call.kind} on team {call.team} any more",
-                because="an earlier communication of this team failed, so that its members may be "
-                "at different ones",
-                hint="close() the communicator and call mdfuse.init() again, on all ranks",
-            )
+            raise no_more_posts(call)
 
     def readers_of(self, put: Put) -> list[int]:
         """Return the readers that have not taken the last piece from a piece's place."""

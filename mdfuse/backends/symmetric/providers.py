@@ -26,8 +26,7 @@ from mdfuse.backends.post_notes import PostInfo, PostLog, Track
 from mdfuse.backends.symmetric.cuda_heap import CudaHeap, HeapRun, Lanes, heap_of
 from mdfuse.backends.symmetric.cuda_memory import too_few_queues
 from mdfuse.backends.symmetric.cuda_sites import Sited, Sites
-from mdfuse.backends.symmetric.cuda_team import WORD, CudaOutbox, CudaTeam
-from mdfuse.backends.symmetric.cuda_turns import LaneOrder
+from mdfuse.backends.symmetric.cuda_team import WORD, CudaOutbox, CudaTeam, LaneOrder
 from mdfuse.backends.symmetric.heap import open_heap
 from mdfuse.backends.symmetric.host_memory import Card, SharedMemory, this_process
 from mdfuse.backends.symmetric.host_team import HostTeam, PendingPosts, outbox_of

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -13,7 +14,6 @@ from torch import Tensor
 from mdfuse.backends.algorithms import Composition, Copy, Piece, Reduce, Round, Transfer
 from mdfuse.backends.base import flat
 from mdfuse.backends.transfers import change
-from mdfuse.backends.ucx.gate import Gate
 from mdfuse.backends.ucx.ucx_engine import Channel, Engine
 from mdfuse.backends.work import failure, first_line
 from mdfuse.errors import BackendError
@@ -188,3 +188,36 @@ KIND_NUMBERS = {kind: n for n, kind in enumerate(CARRIED)}
 _ENDED = "the wait was ended: another rank does not take part"
 
 _NOTHING = UcxBuffers((), (), torch.empty(0))
+
+
+# -- device memory in the order of streams, which UCX does not know --------------------------------
+
+
+class Gate:
+    """A gate that is open when UCX may use the buffers of one post.
+
+    The gate is closed while work is under way that was queued before the post, or that belongs to
+    the post's own local work. Local work has a stream of its own: any wait may make the post
+    progress, and the stream that is current there may have a long queue.
+    """
+
+    __slots__ = ("_last", "_stream")
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._last = torch.cuda.current_stream(stream.device).record_event()
+
+    def is_open(self) -> bool:
+        """Return whether that work is done.
+
+        The host sees its end here, so that work queued afterwards sees the result on any stream.
+        """
+        is_done: bool = self._last.query()
+        return is_done
+
+    @contextmanager
+    def local_work(self) -> Iterator[None]:
+        """Queue local work of the post in this context; the gate is closed until it is done."""
+        with torch.cuda.stream(self._stream):
+            yield
+            self._last = self._stream.record_event()

@@ -15,8 +15,7 @@ from mdfuse.backends.base import PostSite, Work, check_call, check_usable
 from mdfuse.backends.staging import Staged
 from mdfuse.backends.teams import new_teams, not_connected, team_key
 from mdfuse.backends.transfers import composer
-from mdfuse.backends.ucx.gate import Gate
-from mdfuse.backends.ucx.message_work import ComposedWork, UcxBuffers
+from mdfuse.backends.ucx.message_work import ComposedWork, Gate, UcxBuffers
 from mdfuse.backends.ucx.ucx_engine import MOST_TEAMS, Channel, Engine
 from mdfuse.backends.ucx.ucx_library import load, why_not, why_staged
 from mdfuse.backends.work import DONE

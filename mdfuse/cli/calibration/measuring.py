@@ -74,9 +74,8 @@ def arguments(host: HostProgram, comm: Communicator) -> dict[str, Any]:
     inputs: dict[str, Any] = {}
     for name in host.inputs:
         kind = host.types[name]
-        assert kind.layout is not None
         inputs[name] = None
-        if comm.rank in kind.layout.mesh:
+        if comm.rank in kind.placed.mesh:
             inputs[name] = _random(kind.local_shape(comm.rank), kind.dtype, comm.device)
     return inputs
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from torch.fx import GraphModule, Node
 
 from mdfuse.errors import OWN, DefinitionError, Source
 from mdfuse.frontend.given import check_module
-from mdfuse.frontend.importing.activations import Noted, PassedTensor
+from mdfuse.frontend.importing.activations import Noted, PassedTensor, argument_names
 from mdfuse.frontend.importing.adapters import Adapter, adapted
 from mdfuse.frontend.importing.backwards import Backwards, own_backwards
 from mdfuse.frontend.importing.dynamic import dims_of_tensors
@@ -358,11 +357,7 @@ def _argument_names(
     module: nn.Module, paths: Sequence[Sequence[Any]], args: Sequence[Any]
 ) -> list[str]:
     """Return a name for each tensor among the arguments, as `forward` calls them."""
-    parameters = inspect.signature(module.forward).parameters.values()
-    known = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    variadic = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
-    known += [f"{variadic}.{i}" for i in range(max(len(args) - len(known), 0))]
-    names: list[str] = []
+    known, names = argument_names(module, len(args)), list[str]()
     for kind, first, *keys in paths:
         at = key_text([first])
         name = known[int(at)] if key_text([kind]) == "0" else at

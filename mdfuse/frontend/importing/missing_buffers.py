@@ -13,6 +13,7 @@ from mdfuse.errors import DefinitionError
 from mdfuse.frontend.given import why_no_numbers
 from mdfuse.frontend.importing.capture import ExportedModule
 from mdfuse.frontend.importing.place import nearest
+from mdfuse.ir.extremes import lowest
 
 
 def numbers_of(captured: ExportedModule, said: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -75,13 +76,8 @@ def made_again(module: nn.Module, name: str) -> Tensor | None:
 
 def _unset(x: Tensor) -> Tensor:
     """Return a tensor on the CPU filled with a marker for unset elements."""
-    return torch.full(tuple(x.shape), _mark(x.dtype), dtype=x.dtype)
-
-
-def _mark(dtype: torch.dtype) -> float | int | bool:
-    if dtype == torch.bool:
-        return False
-    return torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min
+    mark = torch.nan if x.dtype.is_floating_point else lowest(x.dtype)
+    return torch.full(tuple(x.shape), mark, dtype=x.dtype)
 
 
 def _is_unset(x: Tensor) -> Tensor:

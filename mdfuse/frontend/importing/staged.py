@@ -143,7 +143,7 @@ def clip_factor_of(
         call, because = f"training_step of {model.captured.name}", "it is a norm of gradients"
         raise given.refused(call, "clip", most, because=because, hint="clip=1.0")
     if model.stages is None:
-        return clip_factor(gradients, most, is_beside=True)
+        return clip_factor(gradients, most)
     norms = [clip_factor(of, most)[1] for of in _by_mesh(model, nodes, gradients)]
     norm = ops.norm(ops.stack([everywhere(model, x) for x in norms]))
     return ops.clamp(most / (norm + 1e-6), None, 1.0), norm

@@ -17,16 +17,7 @@ from mdfuse.errors import DefinitionError
 from mdfuse.extents.extent import are_same
 from mdfuse.frontend import ops as operations
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.importing import (
-    bags,
-    drawn,
-    images,
-    indices,
-    losses,
-    norms,
-    recurrent,
-    written,
-)
+from mdfuse.frontend.importing import aten, bags, drawn, indices, recurrent
 from mdfuse.frontend.importing.constants import as_value
 from mdfuse.frontend.importing.joined import GROUPED
 from mdfuse.frontend.importing.view_chains import Views
@@ -250,31 +241,31 @@ TABLE: dict[str, Call] = {
     "aten._log_softmax.default": lambda x, dim, half_to_float=False: ops.log_softmax(x, dim),
     "aten.amax.default": _over("amax"),
     "aten.amin.default": _over("amin"),
-    "aten.mse_loss.default": losses.loss("mse_loss", "reduction"),
-    "aten.l1_loss.default": losses.loss("l1_loss", "reduction"),
-    "aten.huber_loss.default": losses.loss("huber_loss", "reduction", "delta"),
-    "aten.smooth_l1_loss.default": losses.loss("smooth_l1_loss", "reduction", "beta"),
-    "aten.soft_margin_loss.default": losses.loss("soft_margin_loss", "reduction"),
-    "aten.kl_div.default": losses.loss("kl_div", "reduction"),
+    "aten.mse_loss.default": aten.loss("mse_loss", "reduction"),
+    "aten.l1_loss.default": aten.loss("l1_loss", "reduction"),
+    "aten.huber_loss.default": aten.loss("huber_loss", "reduction", "delta"),
+    "aten.smooth_l1_loss.default": aten.loss("smooth_l1_loss", "reduction", "beta"),
+    "aten.soft_margin_loss.default": aten.loss("soft_margin_loss", "reduction"),
+    "aten.kl_div.default": aten.loss("kl_div", "reduction"),
     "aten.cosine_embedding_loss.default": (
-        losses.loss("cosine_embedding_loss", "target", "margin", "reduction")),
+        aten.loss("cosine_embedding_loss", "target", "margin", "reduction")),
     "aten.margin_ranking_loss.default": (
-        losses.loss("margin_ranking_loss", "target", "margin", "reduction")),
-    "aten.hinge_embedding_loss.default": losses.loss("hinge_embedding_loss", "margin", "reduction"),
+        aten.loss("margin_ranking_loss", "target", "margin", "reduction")),
+    "aten.hinge_embedding_loss.default": aten.loss("hinge_embedding_loss", "margin", "reduction"),
     "aten.triplet_margin_loss.default": (
-        losses.loss("triplet_margin_loss", "negative", "margin", "p", "eps", "swap", "reduction")),
+        aten.loss("triplet_margin_loss", "negative", "margin", "p", "eps", "swap", "reduction")),
     "aten.poisson_nll_loss.default": (
-        losses.loss("poisson_nll_loss", "log_input", "full", "eps", "reduction")),
-    "aten.binary_cross_entropy.default": losses.loss("binary_cross_entropy", "weight", "reduction"),
+        aten.loss("poisson_nll_loss", "log_input", "full", "eps", "reduction")),
+    "aten.binary_cross_entropy.default": aten.loss("binary_cross_entropy", "weight", "reduction"),
     "aten.binary_cross_entropy_with_logits.default": (
-        losses.loss("binary_cross_entropy_with_logits", "weight", "pos_weight", "reduction")),
+        aten.loss("binary_cross_entropy_with_logits", "weight", "pos_weight", "reduction")),
     **dict.fromkeys(
         ("aten.nll_loss.default", "aten.nll_loss_nd.default", "aten.nll_loss2d.default"),
-        losses.loss("nll_loss", "weight", "reduction", "ignore_index"),
+        aten.loss("nll_loss", "weight", "reduction", "ignore_index"),
     ),
     "aten.linalg_vector_norm.default": lambda x, ord=2, dim=None, keepdim=False, **how: (
         ops.vector_norm(x, ord, dim, keepdim, **how)),
-    "aten.linalg_norm.default": norms.linalg_norm,
+    "aten.linalg_norm.default": aten.linalg_norm,
     "aten.linalg_matrix_norm.default": ops.matrix_norm,
     "aten.linalg_matrix_norm.str_ord": ops.matrix_norm,
     **{f"aten.special_{name}.default": ops.BY_NAME[name] for name in ("i0", "i1")},
@@ -284,16 +275,16 @@ TABLE: dict[str, Call] = {
         ops.linalg_solve(x, y) if left else ops.linalg_solve(x.mT, y.mT).mT),
     "aten.max_pool2d_with_indices.default": lambda *a, **k: (
         ops.max_pool2d(*a, **k, return_indices=True)),
-    **{f"aten.adaptive_max_pool{n}d.default": images.adaptive_max(n) for n in (1, 2, 3)},
-    **{f"aten.upsample_{mode}{n}d.vec": images.resized(mode)
+    **{f"aten.adaptive_max_pool{n}d.default": aten.adaptive_max(n) for n in (1, 2, 3)},
+    **{f"aten.upsample_{mode}{n}d.vec": aten.resized(mode)
        for mode, n in (("nearest", 1), ("nearest", 2), ("nearest", 3), ("linear", 1),
                        ("bilinear", 2), ("trilinear", 3), ("bicubic", 2))},
-    **{f"aten._upsample_nearest_exact{n}d.vec": images.resized("nearest-exact") for n in (1, 2, 3)},
-    **{f"aten._upsample_{mode}2d_aa.vec": images.resized(mode, antialias=True)
+    **{f"aten._upsample_nearest_exact{n}d.vec": aten.resized("nearest-exact") for n in (1, 2, 3)},
+    **{f"aten._upsample_{mode}2d_aa.vec": aten.resized(mode, antialias=True)
        for mode in ("bilinear", "bicubic")},
-    "aten.grid_sampler.default": images.grid_sample,
-    "aten.affine_grid_generator.default": images.affine_grid,
-    "aten.channel_shuffle.default": images.channel_shuffle,
+    "aten.grid_sampler.default": aten.grid_sample,
+    "aten.affine_grid_generator.default": aten.affine_grid,
+    "aten.channel_shuffle.default": aten.channel_shuffle,
     "aten.embedding.default": _embedding,
     "aten.embedding_bag.padding_idx": bags.embedding_bag,
     **{f"aten.{name}.input": recurrent.network(name)
@@ -307,13 +298,13 @@ TABLE: dict[str, Call] = {
     "aten.meshgrid.default": lambda tensors: ops.meshgrid(*tensors),
     "aten.meshgrid.indexing": lambda tensors, indexing: ops.meshgrid(*tensors, indexing=indexing),
     **{f"aten.{name}.default": ops.BY_NAME[name] for name in ("full", "zeros", "ones")},
-    "aten.cross_entropy_loss.default": losses.cross_entropy,
+    "aten.cross_entropy_loss.default": aten.cross_entropy,
     "aten.zero.default": ops.zeros_like,
-    "aten.fill.Scalar": written.fill,
-    "aten.fill.Tensor": written.fill,
-    "aten.copy.default": written.copy,
-    "aten.slice_scatter.default": written.slice_scatter,
-    "aten.select_scatter.default": written.select_scatter,
+    "aten.fill.Scalar": aten.fill,
+    "aten.fill.Tensor": aten.fill,
+    "aten.copy.default": aten.copy,
+    "aten.slice_scatter.default": aten.slice_scatter,
+    "aten.select_scatter.default": aten.select_scatter,
     "aten.batch_norm.default": lambda x, w, b, mean, var, training, momentum, eps, *_: (
         ops.batch_norm(x, mean, var, w, b, training, momentum, eps)),
     "aten._native_batch_norm_legit_no_training.default": (
@@ -321,8 +312,8 @@ TABLE: dict[str, Call] = {
             ops.batch_norm(x, mean, var, w, b, False, momentum, eps), None, None)),
     "aten.instance_norm.default": lambda x, w, b, mean, var, *how: (
         ops.instance_norm(x, mean, var, w, b, *how[:3])),
-    "aten._weight_norm.default": norms.weight_norm,
-    "aten._native_batch_norm_legit_functional.default": norms.batch_norm_of_training,
+    "aten._weight_norm.default": aten.weight_norm,
+    "aten._native_batch_norm_legit_functional.default": aten.batch_norm_of_training,
     "aten.index.Tensor": indices.take,
     "aten.index_put.default": indices.put,
     **{

@@ -30,7 +30,6 @@ from mdfuse.frontend.ops import (
     moves,
     neural,
     norms,
-    ordering,
     parts,
     pointwise,
     products,
@@ -50,7 +49,7 @@ from mdfuse.frontend.ops.views import stride_order as stride_order
 
 #: The families of operations: each public function is an operation of its name.
 FAMILIES = (
-    views, parts, joining, moves, masks, pointwise, special, reductions, extremes, ordering, scans,
+    views, parts, joining, moves, masks, pointwise, special, reductions, extremes, scans,
     lookups, updates, products, ragged, einsums, matrices, distances, neural, norms, cells,
     losses,
     convolutions, resampling, draws, creations,

@@ -16,7 +16,6 @@ from mdfuse.errors import DefinitionError
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import indexing, moves, parts, views
 from mdfuse.frontend.ops.creations import tensor
-from mdfuse.frontend.ops.first_places import first_extreme
 from mdfuse.frontend.ops.recording import (
     Integers,
     Operation,
@@ -28,6 +27,7 @@ from mdfuse.frontend.ops.recording import (
     record_several,
     shown,
 )
+from mdfuse.frontend.ops.reduction_parts import first_extreme
 from mdfuse.frontend.ops.reductions import mean, sum
 from mdfuse.ir.pooling import pooled
 

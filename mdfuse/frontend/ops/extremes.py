@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import pointwise
-from mdfuse.frontend.ops.first_places import first_extreme, first_place
 from mdfuse.frontend.ops.recording import (
     Dims,
     Elementwise,
@@ -20,6 +19,7 @@ from mdfuse.frontend.ops.recording import (
     named,
     record,
 )
+from mdfuse.frontend.ops.reduction_parts import first_extreme, first_place
 from mdfuse.frontend.ops.reductions import amax, amin
 
 

@@ -10,7 +10,6 @@ from mdfuse.errors import DefinitionError
 from mdfuse.extents.extent import Extent, are_same
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops.creations import arange
-from mdfuse.frontend.ops.exponents import parts_of_log
 from mdfuse.frontend.ops.loss_parts import class_numbers, distance, reduced
 from mdfuse.frontend.ops.parts import chunk
 from mdfuse.frontend.ops.pointwise import ROWS, clamp, where
@@ -27,6 +26,7 @@ from mdfuse.frontend.ops.recording import (
     record_several,
     shown,
 )
+from mdfuse.frontend.ops.reduction_parts import parts_of_log
 from mdfuse.frontend.ops.reductions import mean, norm, sum
 from mdfuse.frontend.ops.views import expand, repeat_interleave, reshape
 

@@ -100,6 +100,16 @@ def shown(x: Any) -> str:
     return f"%{x.name}: {x.value.type_text()}"
 
 
+def check_dtype(x: Handle, other: Handle, what: str, hint: str) -> None:
+    """Raise DefinitionError unless two values have one dtype; texts have places for both, or it."""
+    if other.dtype != x.dtype:
+        raise DefinitionError(
+            what.format(shown(x), shown(other)),
+            because="both have one dtype",
+            hint=hint.format(x.dtype),
+        )
+
+
 def listed(name: str, tensors: Sequence[Any]) -> tuple[Handle, ...]:
     """Return values passed one by one, or as one list; at least one."""
     is_list = len(tensors) == 1 and not isinstance(tensors[0], Handle)

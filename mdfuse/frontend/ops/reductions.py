@@ -15,7 +15,6 @@ from mdfuse.errors import DefinitionError
 from mdfuse.extents.extent import Extent, larger
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import pointwise
-from mdfuse.frontend.ops.exponents import log_of_sum
 from mdfuse.frontend.ops.pointwise import ROWS, cast
 from mdfuse.frontend.ops.recording import (
     Dims,
@@ -34,6 +33,7 @@ from mdfuse.frontend.ops.recording import (
     squared,
     with_fractions,
 )
+from mdfuse.frontend.ops.reduction_parts import log_of_sum
 
 
 def _of_all(name: str, doc: str) -> Elementwise:

@@ -1,4 +1,4 @@
-"""Scans along a dim: cumulative sums, products and extremes, and order statistics.
+"""Elements in order along a dim; scans: cumulative sums, products, extremes; order statistics.
 
 Every rank gathers the dim, except for a cumulative sum of equal parts, which adds the sums of
 earlier parts; other dims may be split.
@@ -14,7 +14,7 @@ import torch
 
 from mdfuse.errors import DefinitionError
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.ops import creations, extremes, ordering, parts, reductions, views
+from mdfuse.frontend.ops import creations, extremes, parts, reductions, views
 from mdfuse.frontend.ops.pointwise import ROWS, cast, lerp, where
 from mdfuse.frontend.ops.recording import (
     Dims,
@@ -33,6 +33,64 @@ from mdfuse.frontend.ops.recording import (
     record_several,
     shown,
 )
+
+# -- in order --------------------------------------------------------------------------------------
+# Elements and indices come from one expression. Along a dim split in equal parts, `topk` takes the
+# largest of each part first, so that few elements are sent; otherwise every rank gathers the dim.
+
+
+class Ordered(NamedTuple):
+    """The results of `topk` and `sort`, as in torch: elements, and their indices."""
+
+    values: Handle
+    indices: Handle
+
+
+def topk(x: Handle, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Ordered:
+    """The k largest elements along a dim, or the smallest, and their places; always in order.
+
+    Args:
+        x: a tensor.
+        k: how many, at most the extent of the dim.
+        dim: along which.
+        largest: False for the smallest.
+        sorted: taken as in torch, which leaves the order open where it is False.
+    """
+    at = _place_of_rank("topk", x, k, dim, 0)
+    return Ordered(*record_several("topk", x, k=k, dim=at, smallest=not largest))
+
+
+def sort(x: Handle, dim: int = -1, descending: bool = False, *, stable: bool = False) -> Ordered:
+    """The elements in order along a dim, and the places where they stood; a NaN is the largest.
+
+    Args:
+        x: a tensor.
+        dim: along which; it is whole on every rank.
+        descending: the largest first.
+        stable: equal elements stay in the order in which they stood.
+    """
+    at = place(x, dim)
+    return Ordered(*record_several("sort", x, dim=at, descending=descending, stable=stable))
+
+
+def argsort(x: Handle, dim: int = -1, descending: bool = False, *, stable: bool = False) -> Handle:
+    """The places that put the elements in order along a dim: the indices of `sort`."""
+    return sort(x, dim, descending, stable=stable).indices
+
+
+def _place_of_rank(name: str, x: Handle, k: int, dim: int, least: int) -> int:
+    """Return a dim, counted from 0, that has at least k elements."""
+    at, n = place(x, dim), x.shape[dim] if x.ndim else 1
+    if not least <= k <= n:
+        raise DefinitionError(
+            f"{name} of {shown(x)} along dim {dim} with k={k}",
+            because=f"there are {n} elements along that dim",
+            hint=f"a k from {least} to {n}",
+        )
+    return at
+
+
+# -- running ------------------------------------------------------------------------------------
 
 
 def _running(op: str, doc: str) -> Operation:
@@ -89,30 +147,21 @@ def cummin(x: Handle, dim: int) -> Running:
 # -- at a rank in order --------------------------------------------------------------------------
 
 
-def kthvalue(x: Handle, k: int, dim: int = -1, keepdim: bool = False) -> ordering.Ordered:
+def kthvalue(x: Handle, k: int, dim: int = -1, keepdim: bool = False) -> Ordered:
     """The k-th smallest element along a dim, from 1 on, and a place where it stands."""
-    at, n = place(x, dim), x.shape[place(x, dim)] if x.ndim else 1
-    if not 1 <= k <= n:
-        raise DefinitionError(
-            f"kthvalue of {shown(x)} along dim {dim} with k={k}",
-            because=f"there are {n} elements along that dim",
-            hint=f"a k from 1 to {n}",
-        )
-    return _ranked(x, k - 1, at, keepdim)
+    return _ranked(x, k - 1, _place_of_rank("kthvalue", x, k, dim, 1), keepdim)
 
 
-def _ranked(x: Handle, rank: int, at: int, keepdim: bool) -> ordering.Ordered:
-    in_order = ordering.sort(x, at, stable=True)
+def _ranked(x: Handle, rank: int, at: int, keepdim: bool) -> Ordered:
+    in_order = sort(x, at, stable=True)
     if not x.ndim:
         return in_order
     cut = (parts.narrow(y, at, rank, 1) for y in in_order)
-    return ordering.Ordered(*(y if keepdim else record("squeeze", y, dims=(at,)) for y in cut))
+    return Ordered(*(y if keepdim else record("squeeze", y, dims=(at,)) for y in cut))
 
 
 def _median(name: str, skips_nan: bool) -> Operation:
-    def function(
-        x: Handle, dim: int | None = None, keepdim: bool = False
-    ) -> Handle | ordering.Ordered:
+    def function(x: Handle, dim: int | None = None, keepdim: bool = False) -> Handle | Ordered:
         if not x.numel() or x.dtype == torch.bool:
             raise DefinitionError(
                 f"{name} of {shown(x)}", because="some numbers have one", hint="not of nothing"
@@ -134,7 +183,7 @@ def _shared_by_equals(x: Handle, value: Handle) -> Handle:
     return reductions.amax(where(ROWS["eq"](x, value), x, other))
 
 
-def _middle(x: Handle, at: int, keepdim: bool, skips_nan: bool) -> ordering.Ordered:
+def _middle(x: Handle, at: int, keepdim: bool, skips_nan: bool) -> Ordered:
     n = x.shape[at] if x.ndim else 1
     if not x.dtype.is_floating_point or not x.ndim:
         return _ranked(x, (n - 1) // 2, at, keepdim)
@@ -143,33 +192,33 @@ def _middle(x: Handle, at: int, keepdim: bool, skips_nan: bool) -> ordering.Orde
         first = extremes.argmax(x, at, True)  # a NaN is the largest
         indices = where(strange, first, _ranked(x, (n - 1) // 2, at, True).indices)
         both = (record("gather", indices, x, along=at), indices)
-        return ordering.Ordered(*(y if keepdim else record("squeeze", y, dims=(at,)) for y in both))
-    in_order = ordering.sort(x, at, stable=True)
+        return Ordered(*(y if keepdim else record("squeeze", y, dims=(at,)) for y in both))
+    in_order = sort(x, at, stable=True)
     count = reductions.sum(ROWS["logical_not"](ROWS["isnan"](x)), at, True)
     rank = ROWS["maximum"]((count - 1) // 2, 0)
     cut = (record("gather", rank, y, along=at) for y in in_order)
-    return ordering.Ordered(*(y if keepdim else record("squeeze", y, dims=(at,)) for y in cut))
+    return Ordered(*(y if keepdim else record("squeeze", y, dims=(at,)) for y in cut))
 
 
 median, nanmedian = _median("median", False), _median("nanmedian", True)
 
 
-def mode(x: Handle, dim: int = -1, keepdim: bool = False) -> ordering.Ordered:
+def mode(x: Handle, dim: int = -1, keepdim: bool = False) -> Ordered:
     """The most frequent element along a dim (of several the smallest), and where it stands last."""
     at = place(x, dim)
     if not x.ndim:
-        return ordering.Ordered(views.set(x), creations.zeros_like(x, dtype=torch.int64))
+        return Ordered(views.set(x), creations.zeros_like(x, dtype=torch.int64))
     n = x.shape[at]
     if not n:
         raise DefinitionError(f"mode of {shown(x)}", because="nothing has none", hint="not of it")
-    in_order = ordering.sort(x, at, stable=True)
+    in_order = sort(x, at, stable=True)
     values = in_order.values
     alike = ROWS["eq"](views.unsqueeze(values, at + 1), views.unsqueeze(values, at))
     counts = reductions.sum(alike, at + 1)
     first, count = extremes.argmax(counts, at, True), reductions.amax(counts, at, True)
     last = first + ROWS["maximum"](count - 1, 0)  # a NaN equals nothing, not even itself
     cut = (record("gather", last, y, along=at) for y in in_order)
-    return ordering.Ordered(*(y if keepdim else record("squeeze", y, dims=(at,)) for y in cut))
+    return Ordered(*(y if keepdim else record("squeeze", y, dims=(at,)) for y in cut))
 
 
 _WAYS = ("linear", "lower", "higher", "nearest", "midpoint")
@@ -205,7 +254,7 @@ def quantile(
     at = 0 if given is None else place(x, dim if dim is not None else 0)
     if not x.ndim:
         return record("set", x)
-    in_order = ordering.sort(flat, at).values
+    in_order = sort(flat, at).values
     between = _between(in_order, q, at, interpolation)
     strange = reductions.any(ROWS["isnan"](flat), at, True)
     between = where(strange, parts.narrow(in_order, at, flat.shape[at] - 1, 1), between)

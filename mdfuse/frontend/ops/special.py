@@ -11,6 +11,7 @@ from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops.pointwise import ROWS, cast, clamp, elu, tanh, where
 from mdfuse.frontend.ops.recording import (
     again,
+    check_dtype,
     check_factor,
     floating,
     is_inexact,
@@ -52,12 +53,7 @@ def isclose(
     x: Handle, other: Handle, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
 ) -> Handle:
     """True where abs(x - other) <= atol + rtol * abs(other)."""
-    if x.dtype != other.dtype:
-        raise DefinitionError(
-            f"isclose of {shown(x)} and {shown(other)}",
-            because="both have one dtype",
-            hint=f"cast one: other.to({x.dtype})",
-        )
+    check_dtype(x, other, "isclose of {} and {}", "cast one: other.to({})")
     if rtol < 0 or atol < 0:
         raise DefinitionError(
             f"isclose with rtol={rtol} and atol={atol}",
@@ -146,12 +142,7 @@ def prelu(x: Handle, weight: Handle) -> Handle:
             because="there is one factor, or one for each place of dim 1",
             hint="a weight of one dim",
         )
-    if weight.dtype != x.dtype:
-        raise DefinitionError(
-            f"prelu of {shown(x)} with {shown(weight)}",
-            because="both have one dtype",
-            hint=f"weight.to({x.dtype})",
-        )
+    check_dtype(x, weight, "prelu of {} with {}", "weight.to({})")
     ones = (1,) * max(x.ndim - 2, 0)
     if weight.ndim:  # along dim 1 if it exists
         weight = reshape(weight, (*weight.shape, *ones) if x.ndim else ())

@@ -21,7 +21,7 @@ def index(x: Handle, where: Any) -> Handle:
         return indexing.index(x, where)
     items = _without_dots(x, items)
     _check_numbers(x, items)
-    items = [_as_tensor(item) for item in items]
+    items = [creations.tensor(item) if _is_list(item) else item for item in items]
     y = indexing.index(
         x, tuple(builtins.slice(None) if isinstance(i, Handle) else i for i in items)
     )
@@ -46,10 +46,6 @@ def _check_numbers(x: Handle, items: list[Any]) -> None:
 
 def _is_list(item: Any) -> bool:
     return isinstance(item, list) and bool(item) and all(type(i) is int for i in item)
-
-
-def _as_tensor(item: Any) -> Any:
-    return creations.tensor(item) if _is_list(item) else item
 
 
 def _without_dots(x: Handle, items: list[Any]) -> list[Any]:

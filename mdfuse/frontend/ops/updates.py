@@ -22,7 +22,7 @@ from mdfuse.frontend.ops import creations, indexing, views
 from mdfuse.frontend.ops.lookup_parts import check_index, vector_of_places, written_places
 from mdfuse.frontend.ops.lookups import scatter_reduce
 from mdfuse.frontend.ops.pointwise import cast, where
-from mdfuse.frontend.ops.recording import Operand, own_place, record, shown
+from mdfuse.frontend.ops.recording import Operand, check_dtype, own_place, record, shown
 
 # -- by tensors of indices -----------------------------------------------------------------------
 
@@ -141,12 +141,7 @@ def scatter(
     if reduce is not None:
         known = {"add": "sum", "multiply": "prod"}
         return scatter_reduce(x, dim, index, src, known.get(reduce, reduce))
-    if src.dtype != x.dtype:
-        raise DefinitionError(
-            f"scatter of {shown(src)} into {shown(x)}",
-            because="both have one dtype",
-            hint=f"src.to({x.dtype})",
-        )
+    check_dtype(x, src, "scatter of {1} into {0}", "src.to({})")
     if not x.ndim:
         return views.reshape(src, ())
     at, index, src = written_places(x, dim, index, src)

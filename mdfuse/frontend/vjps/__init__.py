@@ -7,7 +7,6 @@ from mdfuse.frontend.vjps import (
     indexing,
     matrices,
     pointwise,
-    ragged,
     reductions,
     shapes,
     spatial,
@@ -21,5 +20,5 @@ from mdfuse.frontend.vjps.table import STEPS as STEPS
 #: The modules that fill `RULES` when they are imported.
 FAMILIES = (
     shapes, pointwise, reductions, composite, attention, indexing, updates, spatial, matrices,
-    complex, ragged,
+    complex,
 )  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops.recording import record
-from mdfuse.frontend.vjps.table import Applied, cos, eq, rule, sin, where
+from mdfuse.frontend.vjps.table import RULES, Applied, cos, eq, rule, sin, where
 
 #: Ops whose rule holds for complex numbers: moves, sums, and ops with their own complex rule.
 COMPLEX = frozenset(
@@ -31,24 +31,16 @@ def _imag(z: Handle) -> Handle:
     return record("imag", z) if z.dtype.is_complex else z * 0.0
 
 
-@rule("conj")
-def _conj(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    return (record("conj", ct),)
-
-
-@rule("real")
-def _of_real(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    return (_pair(ct, ct * 0.0),)
-
-
-@rule("imag")
-def _of_imag(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    return (_pair(ct * 0.0, ct),)
-
-
-@rule("complex")
-def _complex(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    return _real(ct), _imag(ct)
+RULES.update(
+    {
+        "conj": lambda e, ct: (record("conj", ct),),
+        "real": lambda e, ct: (_pair(ct, ct * 0.0),),
+        "imag": lambda e, ct: (_pair(ct * 0.0, ct),),
+        "complex": lambda e, ct: (_real(ct), _imag(ct)),
+        "view_as_complex": lambda e, ct: (record("view_as_real", ct),),
+        "view_as_real": lambda e, ct: (record("view_as_complex", ct),),
+    }
+)
 
 
 @rule("polar")
@@ -81,13 +73,3 @@ def _sgn(e: Applied, ct: Handle) -> Sequence[Handle | None]:
     safe = where(is_zero, 1.0, size)
     along = record("real", ct * record("conj", z)) / (safe * safe)
     return (where(is_zero, 0.0, (ct - z * along) / safe),)
-
-
-@rule("view_as_complex")
-def _view_as_complex(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    return (record("view_as_real", ct),)
-
-
-@rule("view_as_real")
-def _view_as_real(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    return (record("view_as_complex", ct),)

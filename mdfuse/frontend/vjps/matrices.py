@@ -1,4 +1,7 @@
-"""Gradients of inverses, solutions and factors of matrices (Giles 2008, Oxford NA-08/01)."""
+"""Gradients of inverses, solutions and factors of matrices (Giles 2008, Oxford NA-08/01).
+
+Then those of rows that are grouped by expert, with a matrix for each group.
+"""
 
 from __future__ import annotations
 
@@ -39,3 +42,52 @@ def _cholesky(e: Applied, ct: Handle) -> Sequence[Handle | None]:
     back = record("inverse", lower)
     gradient = product(product(views.transpose(back), inner), back)
     return ((gradient + views.transpose(gradient)) * 0.5,)
+
+
+# -- rows grouped by expert ------------------------------------------------------------------------
+
+
+@rule("group_rows")
+def _group_rows(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    rows = record("ungroup_rows", ct, e[1], e[2])
+    is_shared = len(e.shape(0)) == 2
+    return record("sum", rows, dims=(1,)) if is_shared else rows, None, None
+
+
+@rule("ungroup_rows")
+def _ungroup_rows(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    rows = record("squeeze", ct, dims=(1,)) if len(e.shape(1)) == 1 else ct
+    return record("group_rows", rows, e[1], e[2]), None, None
+
+
+@rule("rows_mm")
+def _rows_mm(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    return (
+        record("rows_mm", ct, views.transpose(e[1]), e[2]) if e.wants(0) else None,
+        record("rows_mm_grad", e[0], ct, e[2]) if e.wants(1) else None,
+        None,
+    )
+
+
+@rule("rows_mm_grad")
+def _rows_mm_grad(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    return (
+        record("rows_mm", e[1], views.transpose(ct), e[2]) if e.wants(0) else None,
+        record("rows_mm", e[0], ct, e[2]) if e.wants(1) else None,
+        None,
+    )
+
+
+@rule("sum_of_rows")
+def _sum_of_rows(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    return record("spread_rows", ct, e[0], e[1]), None
+
+
+@rule("spread_rows")
+def _spread_rows(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    return (record("sum_of_rows", ct, e[2]) if e.wants(0) else None), None, None
+
+
+@rule("mask_rows")
+def _mask_rows(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+    return ct, None

@@ -383,14 +383,11 @@ for _name in ("div", "pow", "atan2", "logaddexp", "hypot", "xlogy"):
 # -- pointwise: by one kernel --------------------------------------------------------------------
 
 
-def _phi(x: Handle) -> Handle:
-    return exp(x * x * -0.5) * (1.0 / math.sqrt(2.0 * math.pi))
-
-
 def _gelu_twice(x: Handle, approximate: str = "none") -> Handle:
     """phi(x) * (2 - x^2), or its approximation by tanh."""
     if approximate == "none":
-        return _phi(x) * (2.0 - x * x)
+        phi = exp(x * x * -0.5) * (1.0 / math.sqrt(2.0 * math.pi))
+        return phi * (2.0 - x * x)
     scale, cubic = math.sqrt(2.0 / math.pi), 0.044715
     t = tanh((x + x * x * x * cubic) * scale)
     once, twice = (x * x * (3.0 * cubic) + 1.0) * scale, x * (6.0 * cubic * scale)

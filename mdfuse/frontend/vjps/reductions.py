@@ -9,8 +9,8 @@ from typing import Any
 from mdfuse.extents.extent import Extent
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import reductions, views
-from mdfuse.frontend.ops.first_places import first_place
 from mdfuse.frontend.ops.recording import back, in_f32, record
+from mdfuse.frontend.ops.reduction_parts import first_place
 from mdfuse.frontend.vjps.table import (
     Applied,
     eq,

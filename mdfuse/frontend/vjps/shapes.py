@@ -7,13 +7,20 @@ from collections.abc import Sequence
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import indexing, views
 from mdfuse.frontend.ops.recording import record
-from mdfuse.frontend.vjps.table import Applied, rule
-from mdfuse.frontend.vjps.windows import Part, Window, sliced
+from mdfuse.frontend.vjps.table import RULES, Applied, rule
+from mdfuse.frontend.vjps.windows import Window, sliced
 
-
-@rule("set", "stride_order")
-def _set(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    return (e.returned(ct),)
+RULES.update(
+    {
+        "set": lambda e, ct: (e.returned(ct),),
+        "stride_order": lambda e, ct: (e.returned(ct),),
+        "reshape": lambda e, ct: (record("reshape", ct, shape=e.shape(0)),),
+        "squeeze": lambda e, ct: (record("reshape", ct, shape=e.shape(0)),),
+        "expand": lambda e, ct: (ct,),  # summed by the caller
+        "slice": lambda e, ct: (Window(ct, e.shape(0), e.attrs["starts"], e.attrs["steps"]),),
+        "slice_grad": lambda e, ct: (sliced(ct, e.attrs["starts"], e.attrs["steps"], e.shape(0)),),
+    }
+)
 
 
 @rule("permute")
@@ -22,30 +29,10 @@ def _permute(e: Applied, ct: Handle) -> Sequence[Handle | None]:
     return (views.permute(ct, [dims.index(d) for d in range(ct.ndim)]) if dims else ct,)
 
 
-@rule("reshape", "squeeze")
-def _reshape(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    return (record("reshape", ct, shape=e.shape(0)),)
-
-
 @rule("unsqueeze")
 def _unsqueeze(e: Applied, ct: Handle) -> Sequence[Handle | None]:
     """Name the removed dims, because a shape alone is ambiguous for dims of extent 1."""
     return (record("squeeze", ct, dims=e.attrs["dims"]),)
-
-
-@rule("expand")
-def _expand(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    return (ct,)  # summed by the caller
-
-
-@rule("slice")
-def _slice(e: Applied, ct: Handle) -> Sequence[Part | None]:
-    return (Window(ct, e.shape(0), e.attrs["starts"], e.attrs["steps"]),)
-
-
-@rule("slice_grad")
-def _slice_grad(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    return (sliced(ct, e.attrs["starts"], e.attrs["steps"], e.shape(0)),)
 
 
 @rule("cat")

@@ -47,7 +47,7 @@ def emit(
         _emit_sections(out, before)
         emit_blocks(out, pipeline, inside)
         _emit_sections(out, behind)
-    _require_output_orders(out)
+    out.code[:] = [j for i in out.code for j in _ordered(out, i)]
     out.code += out.last
     out.code.append(Instruction(op="return", inputs=fusion.outputs))
     program = HostProgram(
@@ -97,18 +97,12 @@ def _emit_segment(out: Emitter, section: Section) -> None:
     emit_fetches(out, {name: name for name in section.outputs})
 
 
-def _require_output_orders(out: Emitter) -> None:
-    """Make the last local op of each output write it dense, in the order of the output's value.
-
-    The same holds for every value whose order the user requires. A value that a communication
-    delivered keeps its order, unless the user requires another one.
-    """
-    out.code[:] = [j for i in out.code for j in _ordered(out, i)]
-
-
 def _ordered(out: Emitter, i: Instruction) -> list[Instruction]:
     """Return an instruction with the required memory orders of its results.
 
+    The last local op of each output writes it dense, in the order of the output's value, and so
+    does that of every value whose order the user requires. A value that a communication delivered
+    keeps its order, unless the user requires another one.
     An instruction with several results has no order: sets behind it copy those that need one.
     """
     if i.op == "launch":

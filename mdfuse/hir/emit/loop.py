@@ -51,10 +51,9 @@ class Loop:
     def chunk_type(self, value: str, stream: Stream) -> BufferType:
         """Return the type of a chunk of a value; its layout names the loop's index."""
         kind = value_type(self.fusion.values[value])
-        assert kind.layout is not None
         is_zigzag = stream.zigzag and stream.op is None
         at_index = replace(stream, rotate=None, index=self.index, zigzag=is_zigzag)
-        kind = replace(kind, layout=kind.layout.with_stream(at_index))
+        kind = replace(kind, layout=kind.placed.with_stream(at_index))
         if kind.counts is None:
             return kind
         rows = self.fusion.values[value].rows

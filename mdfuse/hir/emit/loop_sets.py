@@ -8,7 +8,7 @@ from dataclasses import replace
 from mdfuse.communication import Communication
 from mdfuse.extents.expressions import Index, Term, calc
 from mdfuse.hir.emit.loop import Loop
-from mdfuse.hir.emit.sets import Emitter, copy_into, dense, emit_post, emit_steps, local, renamed
+from mdfuse.hir.emit.sets import Emitter, copy_into, dense, emit_post, emit_steps, local
 from mdfuse.hir.program import Instruction
 from mdfuse.ir.graph import Expr
 from mdfuse.layouts.layout import Layout, Partial
@@ -73,7 +73,7 @@ def _post_into(out: Emitter, landed: str, result: str) -> bool:
         return False
     (slice_,) = (i for i in out.code if result in i.outputs)
     code = [slice_ if i is writers[0] else i for i in out.code if i is not slice_]
-    out.code[:] = [renamed(i, landed, result) for i in code]
+    out.code[:] = [i.renamed({landed: result}) for i in code]
     del out.types[landed]
     return True
 
@@ -138,8 +138,7 @@ def _piece(loop: Loop, value: str, name: str, expr: Expr) -> str:
         return name
     index = calc("mod", Term("index", loop.name), loop.pieces)
     kind, stream = loop.out.types[name], loop.stream(expr.output).of_shard(loop.pieces)
-    assert kind.layout is not None
-    layout = kind.layout.with_stream(stream.at(index))
+    layout = kind.placed.with_stream(stream.at(index))
     kind = replace(kind, layout=layout)
     piece = loop.out.op("chunk", f"{value}.{loop.name}.piece", kind, (name,), expr.source)
     if name in loop.out.dense and all(n == 1 for n in kind.shape[: stream.dim]):

@@ -51,15 +51,14 @@ def emit_fetches(out: Emitter, names: Mapping[str, str]) -> None:
         if rows is None and stated is None and not _is_cut_in_chunks(out.fusion, value):
             continue
         n, source = out.types[root], values[value].source
-        assert n.layout is not None
-        axes = () if stated is not None else _axes_of_groups(out.fusion, value, n.layout)
+        axes = () if stated is not None else _axes_of_groups(out.fusion, value, n.placed)
         order = {0: axes} if axes else None
-        held = Layout(n.layout.mesh, dict.fromkeys(axes, Shard(0)), order, n.layout.stream)
+        held = Layout(n.placed.mesh, dict.fromkeys(axes, Shard(0)), order, n.placed.stream)
         on_device = out.counts == "device"
         known = _known(out, root)
-        if on_device or held != n.layout:
+        if on_device or held != n.placed:
             gather = Expr(op="set", inputs=(root,), outputs=(known,), source=source)
-            emit_steps(out, gather, root, n.layout, held, n.shape, known)
+            emit_steps(out, gather, root, n.placed, held, n.shape, known)
         stays = rows is not None and on_device
         if stated is None and (rows is None or stays):
             continue
@@ -155,8 +154,8 @@ def emit_counted(out: Emitter, expr: Expr, kind: BufferType) -> None:
 def _emit_set(out: Emitter, expr: Expr, after: Layout | None) -> None:
     """Append an all-to-all of the rows, before or behind it changes of plain rows."""
     (operand,) = expr.reads
-    before = out.types[operand].layout
-    assert before is not None and after is not None
+    before = out.types[operand].placed
+    assert after is not None
     steps = way(before, after, out.types[operand].shape)
     assert steps is not None
     axis, parts = steps
@@ -183,10 +182,10 @@ def _exchange(
     name: str,
 ) -> None:
     kind = out.types[current]
-    assert kind.layout is not None and kind.counts is not None
+    assert kind.counts is not None
     comm = Communication(
         kind="AllToAll",
-        source=kind.layout,
+        source=kind.placed,
         destination=after,
         shape=kind.shape,
         dtype=kind.dtype,
@@ -220,8 +219,8 @@ def _exchange_blocks(
 ) -> None:
     """Append an exchange of as many rows as one rank may have for another."""
     kind = out.types[current]
-    assert kind.layout is not None and kind.counts is not None
-    before, (parts, experts) = kind.layout, kind.shape[:2]
+    assert kind.counts is not None
+    before, (parts, experts) = kind.placed, kind.shape[:2]
     groups, rows = before.mesh.axis_size(axis), before.local_shape(kind.shape)[2]
     if kind.each is not None:
         rows = min(rows, kind.each * -(-experts // groups))
@@ -237,12 +236,11 @@ def _exchange_blocks(
 def _reshard(out: Emitter, expr: Expr, current: str, after: Layout, name: str) -> str:
     """Bring rows, of whole parts, into another layout as plain rows; return the name."""
     kind = out.types[current]
-    assert kind.layout is not None
     name = name or _name(out, f"{expr.output}.parts")
-    if kind.layout == after:
+    if kind.placed == after:
         return out.op("set", name, kind, (current,), expr.source)
     plain = _unpack(out, current, expr.source)
-    source, target = (_plain(x, kind.shape, kind.dtype).layout for x in (kind.layout, after))
+    source, target = (_plain(x, kind.shape, kind.dtype).layout for x in (kind.placed, after))
     assert source is not None and target is not None
     shape = out.types[plain].shape
     there = emit_steps(out, expr, plain, source, target, shape, _name(out, f"{name}.lined"))
@@ -273,9 +271,8 @@ def _plain(layout: Layout | None, shape: tuple[int, ...], dtype: torch.dtype) ->
 def _cut_counts(out: Emitter, expr: Expr, kind: BufferType) -> None:
     """Take a rank's part of the counts that it knows."""
     held = _held(out, expr.reads[0])
-    layout = out.types[held].layout
-    assert kind.layout is not None and layout is not None
-    emit_steps(out, expr, held, layout, kind.layout, kind.shape, expr.output)
+    layout = out.types[held].placed
+    emit_steps(out, expr, held, layout, kind.placed, kind.shape, expr.output)
 
 
 def _as(expr: Expr, op: str, inputs: tuple[object, ...], output: str) -> Expr:

@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from mdfuse.hir.analysis.dataflow import storage
-from mdfuse.hir.emit.sets import copy_into, renamed
+from mdfuse.hir.emit.sets import copy_into
 from mdfuse.hir.instructions import BLOCKS, received
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.ir.graph import fresh_name
@@ -176,10 +176,10 @@ class _Write:
             types: the types of all names; names are added and removed.
         """
         if self.is_in_place(code, {self.buffer}):
-            return [(renamed(self.unordered(i), self.output, self.buffer),) for i in code]
+            return [(self.unordered(i).renamed({self.output: self.buffer}),) for i in code]
         in_loop = self.in_place_loop(code, types)
         if in_loop is not None:
-            return [tuple(renamed(i, self.output, self.buffer) for i in row) for row in in_loop]
+            return [tuple(i.renamed({self.output: self.buffer}) for i in row) for row in in_loop]
         return self.written_behind(code, types)
 
     def written_behind(
@@ -194,7 +194,7 @@ class _Write:
         calls = [i.op == "call" and i.fn in blocks for i in code]
         last = max(n for n in range(len(code)) if uses[n] or calls[n])
         source = next((i.source for i in code if self.makes(i)), None)
-        changed: list[Instead] = [(renamed(i, self.output, new),) for i in code]
+        changed: list[Instead] = [(i.renamed({self.output: new}),) for i in code]
         changed[last] += (copy_into(new, self.output, source),)
         return changed
 
@@ -270,7 +270,7 @@ class _Write:
         if chunks:  # output and input chunk are one memory: one name is enough
             del types[chunk]
             body_without_chunk = (j for j in body if not _cuts(j, self.output))
-            body = tuple(renamed(j, chunk, chunks[0]) for j in body_without_chunk)
+            body = tuple(j.renamed({chunk: chunks[0]}) for j in body_without_chunk)
         instead: dict[int, Instead] = {buffer: (), at: (replace(code[at], body=body),)}
         return [instead.get(n, (i,)) for n, i in enumerate(code)]
 

@@ -141,19 +141,6 @@ def copy_into(
     )
 
 
-def renamed(i: Instruction, old: str, new: str) -> Instruction:
-    """Return an instruction with another name for a buffer, also inside its blocks."""
-    if not (i.body or i.orelse or old in i.outputs or old in i.inputs):
-        return i
-    return replace(
-        i,
-        inputs=tuple(new if x == old else x for x in i.inputs),
-        outputs=tuple(new if x == old else x for x in i.outputs),
-        body=tuple(renamed(j, old, new) for j in i.body),
-        orelse=tuple(renamed(j, old, new) for j in i.orelse),
-    )
-
-
 def emit_set(out: Emitter, expr: Expr) -> None:
     """Append a set: nothing, local slices, or communications with their buffers.
 
@@ -166,13 +153,12 @@ def emit_set(out: Emitter, expr: Expr) -> None:
     """
     (operand,) = expr.reads
     source, target = out.fusion.values[operand], out.fusion.values[expr.output]
-    assert source.layout is not None and target.layout is not None
     squeezed = without_expanded(out.fusion, expr)
     if squeezed is not None:
         _emit_expanded(out, expr, operand, squeezed)
         return
     start = len(out.code)
-    emit_steps(out, expr, operand, source.layout, target.layout, source.shape, expr.output)
+    emit_steps(out, expr, operand, source.placed, target.placed, source.shape, expr.output)
     required = out.stated.get(expr.output, target.order if target.is_order_required else None)
     if required not in (None, tuple(range(len(target.shape)))) and out.code[start:]:
         _copy_delivered(out, expr, start)
@@ -184,7 +170,7 @@ def _copy_delivered(out: Emitter, expr: Expr, start: int) -> None:
     if not any(i.op == "alloc" and name in i.outputs for i in out.code[start:]):
         return
     landed = out.new(f"{name}.recv", out.types[name])
-    out.code[start:] = [renamed(i, name, landed) for i in out.code[start:]]
+    out.code[start:] = [i.renamed({name: landed}) for i in out.code[start:]]
     out.dense.discard(name)
     out.code.append(copy_into(landed, name, expr.source))
 

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from mdfuse.config import Options
 from mdfuse.extents.extent import is_symbolic
-from mdfuse.hir.instructions import is_library, row_of
+from mdfuse.hir.instructions import is_library, reads_nothing
 from mdfuse.hir.passes.repeats import LEAST, keys
 from mdfuse.hir.program import HostProgram, Instruction
 
@@ -99,13 +99,8 @@ def _unit(
 
 def _is_work(unit: Instruction) -> bool:
     """Return whether a unit has two steps of work, not of a library alone; others need no unit."""
-    works = [i for i in unit.body if _works(i)]
+    works = [i for i in unit.body if not reads_nothing(i)]
     return len(works) > 1 and not all(is_library(i) or i.op == "accumulate" for i in works)
-
-
-def _works(i: Instruction) -> bool:
-    row = row_of(i)
-    return i.order is not None or row is None or not row.is_pure_view
 
 
 def _replaced(

@@ -33,7 +33,7 @@ import torch
 from mdfuse.config import Options
 from mdfuse.errors import BACKWARD, RECOMPUTED
 from mdfuse.hir.analysis.dataflow import Dataflow, Effects, dataflow
-from mdfuse.hir.instructions import is_library, is_local, op_of, row_of
+from mdfuse.hir.instructions import is_library, is_local, op_of, reads_nothing
 from mdfuse.hir.passes.repeats import pieces
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.ir.dims import Shape
@@ -322,7 +322,7 @@ class _Groups:
         return [unit for piece in pieces(self.program, taken) for unit in self.unit(piece)]
 
     def unit(self, taken: Sequence[Instruction]) -> Sequence[Instruction]:
-        works = [i for i in taken if _works(i)]
+        works = [i for i in taken if not reads_nothing(i)]
         if len(works) < 2 or all(is_library(i) or i.op == "accumulate" for i in works):
             return taken
         inner = Counter(x for i in taken for x in i.reads)
@@ -369,9 +369,3 @@ def _is_backward(i: Instruction) -> bool:
 
 def _is_recomputed(i: Instruction) -> bool:
     return i.source is not None and i.source.note == RECOMPUTED
-
-
-def _works(i: Instruction) -> bool:
-    """Tell whether an instruction may put work on the device."""
-    row = row_of(i)
-    return i.order is not None or row is None or not row.is_pure_view

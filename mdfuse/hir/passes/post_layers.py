@@ -29,7 +29,6 @@ from dataclasses import dataclass, field, replace
 from mdfuse.config import Options
 from mdfuse.hir.analysis.dataflow import dataflow
 from mdfuse.hir.edits import Edits
-from mdfuse.hir.emit.sets import renamed
 from mdfuse.hir.passes.hoist_posts import Raised, candidates, parameter
 from mdfuse.hir.program import HostProgram, Instruction
 
@@ -177,7 +176,7 @@ def _without(program: HostProgram, edits: Edits, again: dict[Raised, Raised]) ->
         instead[into] = flow.code[known.at].reads[-1]
     code = edits.result()
     for old, new in instead.items():
-        code = tuple(renamed(i, old, new) for i in code)
+        code = tuple(i.renamed({old: new}) for i in code)
     types = {n: kind for n, kind in program.types.items() if n not in instead}
     return replace(program, instructions=code, types=types)
 

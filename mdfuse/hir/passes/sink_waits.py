@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from mdfuse.config import Options
 from mdfuse.hir.analysis.dataflow import Dataflow, Effects, dataflow
-from mdfuse.hir.instructions import op_of, received, row_of
+from mdfuse.hir.instructions import op_of, reads_nothing, received, row_of
 from mdfuse.hir.program import HostProgram, Instruction
 
 name = "sink_waits"
@@ -87,16 +87,10 @@ def _joined(deferred: Sequence[_Deferred]) -> _Deferred:
 
 def _is_idle(deferred: _Deferred) -> bool:
     """Return whether nothing is computed behind a wait: of those, others may come first."""
-    return all(i.op == "wait" or _is_view(i) for i in deferred.instructions)
+    return all(i.op == "wait" or reads_nothing(i) for i in deferred.instructions)
 
 
 def _may_wait(i: Instruction) -> bool:
     """Return whether an instruction goes with a wait: a view, or work that costs little."""
     row, op = row_of(i), op_of(i)
-    return _is_view(i) or (row is not None and op is not None and op.is_elementwise)
-
-
-def _is_view(i: Instruction) -> bool:
-    """Return whether an instruction reads no element, so that it may move past others."""
-    row = row_of(i)
-    return i.order is None and row is not None and row.is_pure_view
+    return reads_nothing(i) or (row is not None and op is not None and op.is_elementwise)

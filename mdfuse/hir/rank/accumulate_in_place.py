@@ -325,8 +325,7 @@ def _addmm(
     if i.fn == "matmul":
         return [product], {}
     kind, name = flow.types[b], f"{part}.weight"
-    assert kind.layout is not None
-    layout = kind.layout.permuted((1, 0))
+    layout = kind.placed.permuted((1, 0))
     attrs = (("dims", (1, 0)),)
     view = Instruction(
         op="permute", fn="permute", inputs=(b,), outputs=(name,), attrs=attrs, source=i.source
@@ -425,8 +424,8 @@ def _add_up(flow: Dataflow, into: str, terms: Sequence[tuple[_Leaf, _Leaf]], edi
     added: set[object] = set()
     for product, addition in terms:
         (part,), factors = addition.i.reads, product.i.inputs
-        layout = flow.types[part].layout
-        assert layout is not None and layout.stream is not None
+        layout = flow.types[part].placed
+        assert layout.stream is not None
         inputs = (into, *factors) if added else factors
         source = product.i.source
         edits.instead[product.position] = [

@@ -60,8 +60,7 @@ def _peer(
     axis, peer = attrs.get("axis"), attrs[side]
     if axis is None or not isinstance(peer, int):
         return tuple(attrs.items())
-    layout = program.types[i.reads[0]].layout
-    assert layout is not None
+    layout = program.types[i.reads[0]].placed
     team = layout.mesh.team(rank, axis)
     if not 0 <= peer < len(team):
         raise ProgramError(
@@ -81,8 +80,7 @@ def transfer_team(program: HostProgram, i: Instruction, rank: int) -> tuple[int,
     The ranks of the buffer; of these, those along its axis where it names a backend, which need not
     reach the others.
     """
-    layout = program.types[i.reads[0]].layout
-    assert layout is not None
+    layout = program.types[i.reads[0]].placed
     along = i.kwargs.get("along", i.kwargs.get("axis") if "backend" in i.kwargs else None)
     return layout.mesh.ranks if along is None else layout.mesh.team(rank, along)
 

@@ -281,8 +281,7 @@ class _Reader:
 
     def check_extents(self, name: str, kind: BufferType, tree: Node) -> None:
         """Raise ProgramError where written local extents do not follow from the layout."""
-        assert kind.layout is not None
-        is_here = self.rank is None or self.rank in kind.layout.mesh
+        is_here = self.rank is None or self.rank in kind.placed.mesh
         local = kind.local_shape(self.rank) if is_here else None
         written, _ = shapes_of(tree)
         if written == local:
@@ -290,7 +289,7 @@ class _Reader:
         shown = "none" if written is None else list(written)
         raise ProgramError(
             f"%{name} has {shown} of {list(kind.shape)}",
-            because=f"a rank's part with the layout {kind.layout} is "
+            because=f"a rank's part with the layout {kind.placed} is "
             + ("none" if local is None else f"{list(local)}"),
             hint="the local extents come first, then `of` and the global ones where they differ",
         )

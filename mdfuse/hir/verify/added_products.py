@@ -94,8 +94,7 @@ def _rows_problem(
     for r in (mesh.first, mesh.last_rank) if rank is None else (rank,):
         by_label: dict[int | None, object] = {}
         for kind, its_labels in zip(kinds, labels, strict=True):
-            assert kind.layout is not None
-            layout = kind.layout.at(partial(_known, r))
+            layout = kind.placed.at(partial(_known, r))
             for label, rows in zip(its_labels, layout.rows(kind.shape, r), strict=True):
                 if label is not None and by_label.setdefault(label, rows) != rows:
                     return f"rank {r} has other rows of one buffer than of another"

@@ -30,14 +30,9 @@ if TYPE_CHECKING:
     from mdfuse.hir.verify.result_types import Types
 
 
-def _layout(kind: BufferType) -> Layout:
-    assert kind.layout is not None
-    return kind.layout
-
-
 def _declared_problem(i: Instruction, layout: Layout, kind: BufferType) -> str | None:
     """Return why the result is declared with another layout than it has; None where it is not."""
-    is_right = is_shown(layout, _layout(kind), len(kind.shape))
+    is_right = is_shown(layout, kind.placed, len(kind.shape))
     return None if is_right else f"{i.op} of it makes {layout}"
 
 
@@ -66,12 +61,12 @@ def _narrow(types: Types, i: Instruction, before: BufferType, after: BufferType)
     """Check that the part of the result that a rank holds lies in its part of the operand."""
     if before.flat:
         return "the elements of a flat buffer have no dims"
-    problem = _chunk_problem(after) or _placement_problem(_layout(before), _layout(after))
+    problem = _chunk_problem(after) or _placement_problem(before.placed, after.placed)
     return problem or _part_problem(before, after, types.program.rank)
 
 
 def _chunk_problem(kind: BufferType) -> str | None:
-    stream = chunk_of(_layout(kind))
+    stream = chunk_of(kind.placed)
     at = stream.index if stream is not None else None
     if stream is None or not isinstance(at, int) or 0 <= at < stream.count:
         return None
@@ -121,7 +116,7 @@ def _may_narrow(p: Placement, q: Placement) -> bool:
 def _part_problem(before: BufferType, after: BufferType, rank: int | None) -> str | None:
     """Return why some rank lacks the part that it is to hold; None where none does."""
     n = len(before.shape)
-    p, q = plain(_layout(before), n), plain(_layout(after), n)
+    p, q = plain(before.placed, n), plain(after.placed, n)
     if p.mesh == q.mesh and all(_is_nested(p, q, d) for d in range(n)):
         return None
     chunk = chunk_of(p)
@@ -152,7 +147,7 @@ def _is_nested(p: Layout, q: Layout, dim: int) -> bool:
 
 
 def _chunk(types: Types, i: Instruction, before: BufferType, after: BufferType) -> str | None:
-    if chunk_of(_layout(after)) is None:
+    if chunk_of(after.placed) is None:
         return "a chunk has chunk(dim,count,index) in its layout"
     return _narrow(types, i, before, after)
 
@@ -178,7 +173,7 @@ def _select(types: Types, i: Instruction, before: BufferType, after: BufferType)
 
 def _selected(types: Types, before: BufferType, dim: int, index: object) -> Layout:
     """Return the layout without a dim; axes that split it make each rank's row its own."""
-    layout = plain(_layout(before), len(before.shape))
+    layout = plain(before.placed, len(before.shape))
     left = {d: d - (d > dim) for d in range(len(before.shape)) if d != dim}
     result = layout.with_dims(left)
     moving = {*layout.split_axes(dim)}
@@ -204,7 +199,7 @@ def _unexpand(types: Types, i: Instruction, before: BufferType, after: BufferTyp
     if single:
         return f"no expand made dim {single[0]} of %{i.reads[0]}"
     left = {d: d for d in range(len(want)) if d not in dims}
-    return _declared_problem(i, plain(_layout(before), len(want)).with_dims(left), after)
+    return _declared_problem(i, plain(before.placed, len(want)).with_dims(left), after)
 
 
 # -- what is sent --------------------------------------------------------------------------------
@@ -216,11 +211,11 @@ def _element_by_element(
     """Check what is computed of each element: of values themselves, which lie as they did."""
     if before.layout is not None and before.layout.partial_axes:
         return f"{i.op} is of values, and %{i.reads[0]} is a term of a sum"
-    return _declared_problem(i, _layout(before), after)
+    return _declared_problem(i, before.placed, after)
 
 
 def _pad(types: Types, i: Instruction, before: BufferType, after: BufferType) -> str | None:
-    problem = _declared_problem(i, _layout(before), after)
+    problem = _declared_problem(i, before.placed, after)
     padding, dim, n = after.padding, i.kwargs["dim"], len(after.shape)
     if problem is not None or padding is None or after.flat:
         return problem or "what pad makes is padded"
@@ -230,7 +225,7 @@ def _pad(types: Types, i: Instruction, before: BufferType, after: BufferType) ->
 
 def _pack(types: Types, i: Instruction, before: BufferType, after: BufferType) -> str | None:
     """Check a pack, which makes a flat buffer of blocks, one per member of the team."""
-    layout = _layout(before)
+    layout = before.placed
     problem = _declared_problem(i, layout, after)
     if problem is not None or not after.flat or after.padding is not None:
         return problem or "what pack makes is flat"
@@ -248,7 +243,7 @@ def _pack(types: Types, i: Instruction, before: BufferType, after: BufferType) -
 def _term(types: Types, i: Instruction, before: BufferType, after: BufferType) -> str | None:
     """Check that a value becomes Partial along axes where one rank gives it, the others nothing."""
     n = len(after.shape)
-    p, q = plain(_layout(before), n), plain(_layout(after), n)
+    p, q = plain(before.placed, n), plain(after.placed, n)
     changed = [a for a in p.mesh.axes if p.mesh == q.mesh and p.placement(a) != q.placement(a)]
     whole, ops = p, {q.placement(axis) for axis in changed}
     if not changed:
@@ -263,16 +258,16 @@ def _term(types: Types, i: Instruction, before: BufferType, after: BufferType) -
     chunk = chunk_of(p)
     if chunk is not None and p.split_axes(chunk.dim) != whole.split_axes(chunk.dim):
         return "a chunk of the parts is no chunk of the whole"
-    return None if is_alike(whole, _layout(after), n) else f"term makes {whole} of it"
+    return None if is_alike(whole, after.placed, n) else f"term makes {whole} of it"
 
 
 def _accumulate(types: Types, i: Instruction, before: BufferType, after: BufferType) -> str | None:
     """Check that the parts of chunks are added up in a buffer of the whole, and of one value."""
-    part, total = chunk_of(_layout(before)), _layout(before).with_stream(None)
+    part, total = chunk_of(before.placed), before.placed.with_stream(None)
     problem = _chunk_problem(before)
     if problem is not None or part is None or part.op is None:
         return problem or "a part has chunk(P(op),count,index) in its layout"
-    if not is_alike(total, _layout(after), len(after.shape)):
+    if not is_alike(total, after.placed, len(after.shape)):
         return f"the parts add up to {total}"
     dtypes = before.dtype, after.dtype
     if before.dtype != after.dtype and not (

@@ -60,7 +60,7 @@ def verify(program: HostProgram | Mapping[int, HostProgram], in_full: bool = Fal
     if not isinstance(program, HostProgram):
         _verify_ranks(program)
     elif program.rank is not None:
-        _verify_rank(program)
+        _verify_written_out(_checked(program), program)
     else:
         _verify_global(program, in_full)
 
@@ -303,11 +303,6 @@ def _communications(program: HostProgram) -> tuple[Instruction, ...]:
 
 
 # -- one rank's program --------------------------------------------------------------------------
-
-
-def _verify_rank(program: HostProgram) -> None:
-    """Verify the projection of one rank by itself."""
-    _verify_written_out(_checked(program), program)
 
 
 def _checked(program: HostProgram) -> HostProgram:

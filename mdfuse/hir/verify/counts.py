@@ -27,7 +27,7 @@ from mdfuse.hir.instructions import BLOCKS, POSTS, op_of, received
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.verify.error_report import wrong
 from mdfuse.hir.verify.result_layouts import chunk_of, is_alike, plain
-from mdfuse.layouts.layout import Layout, Replicate, Shard
+from mdfuse.layouts.layout import Replicate, Shard
 from mdfuse.layouts.stream import Stream
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class _Counts:
             return f"%{counts} is written twice, so that its rows are counted by two values"
         if layout is None or len(kind.shape) < 3 or kind.shape[:2] != table.shape:
             return f"%{kind.counts} counts {list(table.shape)}, and its type is {list(kind.shape)}"
-        chunk, of = chunk_of(layout), chunk_of(_layout(table))
+        chunk, of = chunk_of(layout), chunk_of(table.placed)
         is_chunk = chunk is not None and (chunk.dim, chunk.op) != (2, None)
         if layout.split_axes(2) or kind.padding is not None or kind.flat or is_chunk:
             return "rows that are counted are not split, padded, flat or in chunks of other dims"
@@ -161,7 +161,7 @@ class _Counts:
             return f"it is {chunk or 'whole'}, and %{counts} counts {of or 'all rows'}"
         if layout.mesh != (table.layout.mesh if table.layout is not None else None):
             return f"%{kind.counts} is on another mesh"
-        known = plain(_layout(table), 2)
+        known = plain(table.placed, 2)
         if not is_held(known.split_axes(0), layout):
             return f"it is {layout}, and of %{counts} ranks hold {known}: gather that before"
         most = fetch.kwargs["most"] if fetch is not None else 0
@@ -230,7 +230,7 @@ class _Counts:
         rows, whole = (types[x] for x in sorted(names, key=self.is_counted, reverse=True))
         if not is_grouped(whole, rows):
             return None
-        most, room = (_layout(k).local_shape(k.shape)[2] for k in (rows, whole))
+        most, room = (k.placed.local_shape(k.shape)[2] for k in (rows, whole))
         if rows.each is not None:
             most = min(most, rows.each * group_size(whole, rows))
         if room >= most:
@@ -351,7 +351,7 @@ def _is_of_columns(i: Instruction, shape: tuple[int, ...]) -> bool:
 
 
 def _fetch(before: BufferType, after: BufferType) -> str | None:
-    layout = _layout(before)
+    layout = before.placed
     if len(before.shape) != 2 or before.dtype.is_floating_point or before.dtype.is_complex:
         return "what is fetched is integers, of parts and experts"
     chunk = chunk_of(layout)
@@ -361,7 +361,7 @@ def _fetch(before: BufferType, after: BufferType) -> str | None:
         return f"ranks hold all counts of some parts of what is fetched, not {layout}"
     if (after.shape, after.dtype) != (before.shape, torch.int64):
         return f"it makes i64{list(before.shape)}"
-    return None if is_alike(layout, _layout(after), 2) else f"it makes {layout}"
+    return None if is_alike(layout, after.placed, 2) else f"it makes {layout}"
 
 
 def _pack(before: BufferType, after: BufferType) -> str | None:
@@ -385,10 +385,10 @@ def _other_parts(whole: BufferType, rows: BufferType, does: str) -> str | None:
 
 def _other_groups(whole: BufferType, rows: BufferType) -> str | None:
     """Return why groups of experts are not split as the experts are; None where they are."""
-    layout, n = _layout(whole), len(rows.shape)
+    layout, n = whole.placed, len(rows.shape)
     axes = plain(layout, n).split_axes(1)
     ranks = prod(layout.mesh.axis_size(a) for a in axes)
-    if not is_alike(layout, _layout(rows), n):
+    if not is_alike(layout, rows.placed, n):
         return f"groups are {layout}, rows {rows.layout}"
     if axes and ranks != whole.shape[1]:
         return f"{ranks} ranks have experts of their own, and there are {whole.shape[1]} groups"
@@ -397,16 +397,11 @@ def _other_groups(whole: BufferType, rows: BufferType) -> str | None:
 
 def _other_whole_parts(whole: BufferType, rows: BufferType) -> str | None:
     """Return why parts do not hold the rows of all experts, split alike; None where they do."""
-    layout, n = _layout(whole), len(rows.shape)
+    layout, n = whole.placed, len(rows.shape)
     if layout.split_axes(1):
         return f"the rows of a part are on one rank, not {layout}"
     there = plain(layout, n - 1).with_dims({0: 0, **{d - 1: d for d in range(2, n)}})
-    return None if is_alike(there, _layout(rows), n) else f"parts are {layout}, rows {rows.layout}"
-
-
-def _layout(kind: BufferType) -> Layout:
-    assert kind.layout is not None
-    return kind.layout
+    return None if is_alike(there, rows.placed, n) else f"parts are {layout}, rows {rows.layout}"
 
 
 _OF_TYPES: dict[str, Callable[[BufferType, BufferType], str | None]] = {
@@ -434,7 +429,7 @@ def posted_problem(comm: Communication, side: int, kind: BufferType) -> str | No
     if comm.kind != "AllToAll" or {comm.dim, comm.to_dim} != {0, 1}:
         return "counted rows go from parts to experts, or back: an all-to-all of the dims 0 and 1"
     layout, n = (comm.source, comm.destination)[side], len(comm.shape)
-    if kind.shape != comm.shape or not is_alike(_layout(kind), layout, n):
+    if kind.shape != comm.shape or not is_alike(kind.placed, layout, n):
         return f"it is to be {list(comm.shape)} {layout}"
     parts = (comm.source if comm.dim == 0 else comm.destination).local_shape(comm.shape)[0]
     if parts > 1:

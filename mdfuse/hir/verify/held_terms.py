@@ -72,8 +72,7 @@ class HeldTerms:
         return self.program.rank
 
     def layout(self, name: str) -> Layout:
-        layout = self.program.types[name].layout
-        assert layout is not None
+        layout = self.program.types[name].placed
         return layout
 
     def usual(self, layout: Layout) -> int:

@@ -18,7 +18,7 @@ from mdfuse.hir.program import BufferType, Padding
 from mdfuse.hir.verify.op_types import is_said
 from mdfuse.hir.verify.result_layouts import chunk_of, is_alike, is_one_chunk, plain
 from mdfuse.layouts.exchange import kept_terms
-from mdfuse.layouts.kinds import KINDS, SPLITTING, by_kind
+from mdfuse.layouts.kinds import KINDS, REDUCING, SPLITTING, by_kind
 from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard
 from mdfuse.layouts.streamed_sets import cuts_alike
 
@@ -132,41 +132,22 @@ def _partial_problem(comm: Communication) -> Problem:
     return None
 
 
-def _allgather_problem(comm: Communication) -> Problem:
-    problem = _axis_problem(comm) or _split_problem(comm.source, comm.axes, comm.dim)
+def _along_axes_problem(comm: Communication) -> Problem:
+    """Return what is wrong with an all-gather, all-to-all, all-reduce or reduce-scatter."""
+    problem = _axis_problem(comm)
+    if comm.kind in REDUCING:
+        problem = problem or _partial_problem(comm)
+    else:
+        problem = problem or _split_problem(comm.source, comm.axes, comm.dim)
     if problem is not None:
         return problem
-    gathered = _with(comm.source, comm.axes, Replicate())
-    return _chunked_dim_problem(comm) or _result_problem(comm, gathered)
-
-
-def _all_to_all_problem(comm: Communication) -> Problem:
-    problem = _axis_problem(comm) or _split_problem(comm.source, comm.axes, comm.dim)
-    if problem is not None:
-        return problem
-    if comm.to_dim is None or comm.to_dim == comm.dim:
+    to = {"AllToAll": comm.to_dim, "ReduceScatter": comm.dim}.get(comm.kind)
+    if comm.kind == "AllToAll" and to in (None, comm.dim):
         return "it has no dim that is split afterwards: to_dim="
-    gathered = _with(comm.source, comm.axes, Replicate())
-    moved = _with(gathered, comm.axes, Shard(comm.to_dim))
-    return _chunked_dim_problem(comm) or _result_problem(comm, moved)
-
-
-def _allreduce_problem(comm: Communication) -> Problem:
-    problem = _axis_problem(comm) or _partial_problem(comm)
-    if problem is not None:
-        return problem
-    return _result_problem(comm, _with(comm.source, comm.axes, Replicate()))
-
-
-def _reduce_scatter_problem(comm: Communication) -> Problem:
-    problem = _axis_problem(comm) or _partial_problem(comm)
-    if problem is not None:
-        return problem
-    assert comm.dim is not None
-    whole = _with(comm.source, comm.axes, Replicate())
-    return _chunked_dim_problem(comm) or _result_problem(
-        comm, _with(whole, comm.axes, Shard(comm.dim))
-    )
+    after = _with(comm.source, comm.axes, Replicate())
+    if to is not None:
+        after = _with(after, comm.axes, Shard(to))
+    return _chunked_dim_problem(comm) or _result_problem(comm, after)
 
 
 def _part_problem(comm: Communication, whole: Layout, split: Layout) -> Problem:
@@ -292,44 +273,33 @@ def _by_position(layout: Layout, ndim: int) -> tuple[object, ...]:
 
 
 def _exchange_problem(comm: Communication) -> Problem:
-    """Return what is wrong with an Exchange; None: nothing.
+    """Return what is wrong with an Exchange, or a ReduceExchange; None: nothing.
 
     Each rank receives what it lacks from ranks that have it; along axes that stay Partial, from
-    those that have a part of the same value.
+    those that have a part of the same value. In a ReduceExchange it receives a box of every term,
+    and reduces them.
     """
     if comm.axes:
         return "it is along no axis"
     source, destination = comm.source, comm.destination
     if source.varying_axes or destination.varying_axes:
         return f"no rank has a part of the value itself in {source} or {destination}"
-    staying = kept_terms(source, destination)
+    staying, chunk = kept_terms(source, destination), chunk_of(source)
+    if comm.kind == "ReduceExchange":
+        if chunk is not None or chunk_of(destination) is not None:
+            return "chunks of the parts are no chunk of the whole"
+        if len(staying) < len(destination.reduce_ops):
+            return f"{source} and {destination} do not have the same terms"
+        ops = {op for a, op in source.reduce_ops.items() if a not in dict(staying)}
+        is_right = ops == {comm.reduce_op}
+        return None if is_right else f"{source} is not to be reduced by {comm.reduce_op}"
     if not len(staying) == len(source.reduce_ops) == len(destination.reduce_ops):
         return f"{source} and {destination} are not to be reduced alike"
-    chunk = chunk_of(comm.source)
     if chunk is None:
         return None
     if cuts_alike(source, destination, chunk.dim % len(comm.shape)):
         return _other_chunk_problem(comm)
     return "chunks of the parts are no chunk of the whole"
-
-
-def _reduce_exchange_problem(comm: Communication) -> Problem:
-    """Return what is wrong with a ReduceExchange; None: nothing.
-
-    Each rank receives a box of every term from ranks that have it, and reduces them.
-    """
-    if comm.axes:
-        return "it is along no axis"
-    source, destination = comm.source, comm.destination
-    if source.varying_axes or destination.varying_axes:
-        return f"no rank has a part of the value itself in {source} or {destination}"
-    if chunk_of(source) is not None or chunk_of(destination) is not None:
-        return "chunks of the parts are no chunk of the whole"
-    staying = kept_terms(source, destination)
-    if len(staying) < len(destination.reduce_ops):
-        return f"{source} and {destination} do not have the same terms"
-    ops = {op for a, op in source.reduce_ops.items() if a not in dict(staying)}
-    return None if ops == {comm.reduce_op} else f"{source} is not to be reduced by {comm.reduce_op}"
 
 
 def _barrier_problem(comm: Communication) -> Problem:
@@ -339,17 +309,16 @@ def _barrier_problem(comm: Communication) -> Problem:
 #: kind -> the function that returns why a communication does not do what its layouts say.
 _KINDS: dict[str, Callable[[Communication], Problem]] = by_kind(
     {
-        "Allgather": _allgather_problem,
-        "AllToAll": _all_to_all_problem,
-        "Allreduce": _allreduce_problem,
-        "ReduceScatter": _reduce_scatter_problem,
+        **dict.fromkeys(
+            ("Allgather", "AllToAll", "Allreduce", "ReduceScatter"), _along_axes_problem
+        ),
         "Broadcast": _broadcast_problem,
         "Reduce": _reduce_problem,
         "Gather": _gather_problem,
         "Scatter": _scatter_problem,
         "SendRecv": _send_recv_problem,
         "Exchange": _exchange_problem,
-        "ReduceExchange": _reduce_exchange_problem,
+        "ReduceExchange": _exchange_problem,
         "Barrier": _barrier_problem,
     },
     tuple(KINDS),
@@ -400,15 +369,14 @@ def buffer_problem(comm: Communication, side: int, kind: BufferType, rank: int |
         want, padding = buffer_type(comm, side), padding_of(comm, side)
     except (MdfuseError, AssertionError, ValueError, StopIteration) as error:
         return str(error) or "its layouts mean nothing"
-    assert kind.layout is not None and want.layout is not None
     if kind.flat != want.flat:
         return "it is flat" if kind.flat else "it is to be packed"
     if kind.padding is not None and kind.padding != padding:
         return f"it is padded as {kind.padding}, not as {padding}"
     ndim = len(want.shape)
-    if kind.shape == want.shape and is_alike(kind.layout, want.layout, ndim):
+    if kind.shape == want.shape and is_alike(kind.placed, want.placed, ndim):
         return None
-    is_free = kind.padding is None and not kind.flat and kind.layout.varying_axes
+    is_free = kind.padding is None and not kind.flat and kind.placed.varying_axes
     if is_free and is_said(kind, want, rank):
         return None
-    return f"it is to be {list(want.shape)} {want.layout}"
+    return f"it is to be {list(want.shape)} {want.placed}"

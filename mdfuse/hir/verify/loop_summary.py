@@ -232,14 +232,13 @@ class _Folded(Unrolled):
         chunk = chunk_of(kind.layout) if kind.layout is not None else None
         if chunk is None or chunk.op is None:
             return at_first
-        assert at_first.layout is not None
         operands = (self.types[self.name(x)].layout for x in i.reads if self.name(x) in self.types)
         streams = [k.stream for k in operands if k is not None and k.stream is not None]
         lengths = {x.chunks for x in streams if isinstance(x.chunks, tuple)}
         if len(lengths) != 1:
             raise _Unfit
         stream = Stream.over(chunk.op, lengths.pop(), 1)
-        return replace(at_first, layout=at_first.layout.with_stream(stream))
+        return replace(at_first, layout=at_first.placed.with_stream(stream))
 
     def renamed(self, i: Instruction) -> Instruction:
         """Add to an instruction the parts of sums, or the peers, of all iterations; Lemma 4."""
@@ -248,8 +247,8 @@ class _Folded(Unrolled):
             return new.changed(attrs=(*new.attrs, ("turns", self.turned(i))))
         if i.op != "accumulate" or self.last is None:
             return new
-        layout = self.program.types[self.program.root(i.reads[0])].layout
-        assert layout is not None and layout.stream is not None
+        layout = self.program.types[self.program.root(i.reads[0])].placed
+        assert layout.stream is not None
         index, last = self.last
         parts, count = range(self.env[index], last + 1), layout.stream.count
         return new.changed(attrs=(("parts", parts), ("of", count)))
@@ -406,11 +405,11 @@ class _Folded(Unrolled):
     ) -> Iterator[int]:
         """Yield the iterations at which chunks wrap around, or have another size; Lemma 1."""
         count, constant = which.modulus, which.constant
-        assert kind.layout is not None and kind.layout.stream is not None
-        if kind.layout.stream.op is not None:
+        assert kind.placed.stream is not None
+        if kind.placed.stream.op is not None:
             return  # a part of as many elements as all others
-        shape = kind.layout.with_stream(None).local_shape(kind.shape, self.program.rank)
-        rows = shape[kind.layout.stream.dim]
+        shape = kind.placed.with_stream(None).local_shape(kind.shape, self.program.rank)
+        rows = shape[kind.placed.stream.dim]
         if type(rows) is not int:
             raise _Unfit
         full = rows // -(-rows // count) if rows else count  # how many are as long as the first
@@ -449,10 +448,10 @@ _COMPARISONS = ("==", "!=", "<", "<=", ">", ">=")
 
 def _extent(kind: BufferType) -> int | None:
     """Return the extent of the dim of a buffer that is taken in chunks; None: parts are added."""
-    assert kind.layout is not None and kind.layout.stream is not None
-    if kind.layout.stream.op is not None:
+    assert kind.placed.stream is not None
+    if kind.placed.stream.op is not None:
         return None
-    return kind.shape[kind.layout.stream.dim]
+    return kind.shape[kind.placed.stream.dim]
 
 
 def _check(i: Instruction, index: Term) -> None:

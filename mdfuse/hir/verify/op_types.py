@@ -64,8 +64,7 @@ def row_problem(
     if any(r.layout is None or r.layout.mesh != result.layout.mesh for r in results):
         return f"{fn} computes all its results on one mesh"
     for k in buffers:
-        assert k.layout is not None
-        if lack := lacks(k.layout, result.layout, rank):
+        if lack := lacks(k.placed, result.layout, rank):
             return lack
     if fn == "set" and is_said(buffers[0], result, rank):
         return None
@@ -127,8 +126,8 @@ def global_attrs(
     """Return the attributes of an op on whole tensors, computed from those of one rank."""
     row = TABLE[fn]
     if row.globalize is not None and (rank is not None or not attrs):
-        assert result.layout is not None  # the shape of an expand may be left out
-        part = expr_part(operands, result, result.layout.mesh.first if rank is None else rank)
+        # the shape of an expand may be left out
+        part = expr_part(operands, result, result.placed.mesh.first if rank is None else rank)
         attrs = tuple(row.globalize(dict(attrs), part).items())
     local = {a.name for a in row.attrs if a.is_local} if rank is not None else ()
     return tuple((k, v) for k, v in attrs if k not in local)
@@ -144,7 +143,6 @@ def _layout_problem(
     """Return why a result has another layout than is declared; None where each has that one."""
     tensors = [k if isinstance(k, BufferType) and k.layout is not None else None for k in operands]
     for at, result in enumerate(results):
-        assert result.layout is not None
         if 0 in result.shape:
             continue  # there is nothing of which a rank could hold a wrong part
         try:
@@ -154,14 +152,14 @@ def _layout_problem(
                 [k.shape if k is not None else None for k in tensors],
                 [k.layout if k is not None else None for k in tensors],
                 results[0].shape,
-                result.layout,
+                result.placed,
                 numbers,
                 [k is type(None) for k in operands],
                 at,
             )
         except Contradiction as problem:
             return str(problem)
-        if not is_shown(layout, result.layout, len(result.shape)):
+        if not is_shown(layout, result.placed, len(result.shape)):
             of = f" as result {at}" if at else ""
             return f"{fn} of these makes {layout}{of}"
     return None

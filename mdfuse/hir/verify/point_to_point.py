@@ -137,8 +137,7 @@ def _check_content(
 
 def _buffer(event: PostEvent) -> tuple[BufferType, Layout]:
     kind = event.program.types[event.i.reads[0]]
-    assert kind.layout is not None
-    return kind, kind.layout
+    return kind, kind.placed
 
 
 def _content_problem(send: PostEvent, recv: PostEvent, contents: Contents) -> str | None:

@@ -143,7 +143,7 @@ class _Form(NormalForm):
             return self.loop(i)
         key = NormalForm.instruction(self, i)
         if i.op in _WRITING:
-            self.written += _written(i)
+            self.written += received(i)
         row = row_of(i) if i.outputs and i.inputs else None
         if row is not None and row.is_view:
             self.views += [(x, y) for x in i.outputs for y in i.reads]
@@ -209,7 +209,7 @@ class _Uses:
 
     def note(self, i: Instruction, at: int) -> None:
         first, last = self.first, self.last
-        for name in (*i.outputs, *_written(i)) if i.op in _WRITING else i.outputs:
+        for name in (*i.outputs, *received(i)) if i.op in _WRITING else i.outputs:
             self.bound.setdefault(name, at)
         for name in i.outputs:
             first.setdefault(name, at)
@@ -226,11 +226,6 @@ class _Uses:
             for name in i.outputs:
                 for positions in (self.bound, first, last):
                     positions.pop(name, None)
-
-
-def _written(i: Instruction) -> tuple[str, ...]:
-    """Return the names among its operands that a communication writes."""
-    return received(i)
 
 
 def _uses_of(program: HostProgram) -> _Uses:
@@ -349,7 +344,7 @@ class _Layers:
         dropped.update(n for n in program.inputs if self.reader(n) in left_out)
         end = self.start + self.count * self.period
         code = list(program.instructions[: self.start + 2 * self.period])
-        code += [_with_names(i, new) for i in program.instructions[end:]]
+        code += [i.renamed(new) for i in program.instructions[end:]]
         return Shortened(
             name=program.name,
             types={n: kind for n, kind in program.types.items() if n not in dropped},
@@ -366,13 +361,3 @@ class _Layers:
         for step in self.renamed[1:]:
             names = {x: step[y] for x, y in names.items()}
         return {y: x for x, y in names.items()}
-
-
-def _with_names(i: Instruction, new: dict[str, str]) -> Instruction:
-    """Return an instruction with other names."""
-    if not new:
-        return i
-    inputs = tuple([new.get(x, x) if isinstance(x, str) else x for x in i.inputs])
-    outputs = tuple([new.get(x, x) for x in i.outputs])
-    body, orelse = (tuple(_with_names(j, new) for j in b) for b in (i.body, i.orelse))
-    return i.changed(inputs=inputs, outputs=outputs, body=body, orelse=orelse)

@@ -206,8 +206,7 @@ class Types:
 
     def rank_of(self, kind: BufferType) -> int:
         """Return the rank whose part is compared: the program's, else the first of the mesh."""
-        assert kind.layout is not None
-        return kind.layout.mesh.first if self.program.rank is None else self.program.rank
+        return kind.placed.mesh.first if self.program.rank is None else self.program.rank
 
     def pair(self, i: Instruction) -> tuple[BufferType, BufferType] | None:
         """Return the types of operand and result, which must be buffers of one dtype.

@@ -135,8 +135,7 @@ def _of_block(
             is_open = False
         elif i.op in TRANSFERS:
             kind = program.types[program.root(i.reads[0])]
-            assert kind.layout is not None
-            yield _TransferSite(i, path, group if is_open else None, waits, kind, kind.layout)
+            yield _TransferSite(i, path, group if is_open else None, waits, kind, kind.placed)
         elif i.op in BLOCKS:
             yield from _of_block(program, i.body, (*path, at, 0))
             yield from _of_block(program, i.orelse, (*path, at, 1))

@@ -12,6 +12,7 @@ from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.verify.call_order import check_calls
 from mdfuse.hir.verify.counts import check_counts
 from mdfuse.hir.verify.error_report import wrong
+from mdfuse.hir.verify.refusals import unbound
 from mdfuse.layouts.kinds import IN_PIECES
 
 
@@ -55,7 +56,7 @@ def _check_block(program: HostProgram, block: tuple[Instruction, ...], known: se
             if type(name) is str and name not in known and root(name) not in known:
                 if i.op in ("wait", "return"):
                     continue
-                raise _undefined(program, i, name)
+                raise unbound(program, name, i, None)
         for name in index_names(i, types):
             kind = types.get(name)
             if name not in known or (kind is not None and kind.layout is not None):
@@ -66,16 +67,6 @@ def _check_block(program: HostProgram, block: tuple[Instruction, ...], known: se
             _check_block(program, inner, known)
         if i.op in ("for", "block"):
             known -= bound
-
-
-def _undefined(program: HostProgram, i: Instruction, name: str) -> ProgramError:
-    return wrong(
-        program,
-        i,
-        f"{i} reads %{name}, which nothing computed",
-        because="each run starts with an empty table of values",
-        hint="compute it, or alloc and receive it, before; an input must be in the header",
-    )
 
 
 def _no_index(program: HostProgram, i: Instruction, name: str) -> ProgramError:
@@ -312,7 +303,7 @@ class _Structure:
         for name in i.reads:
             kind = self.program.types.get(name)
             if kind is None:
-                raise _undefined(self.program, i, name)
+                raise unbound(self.program, name, i, None)
             if kind.layout is None:
                 raise wrong(self.program, i, f"{i.op} of %{name}, which is a number")
         if i.op != "send":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mdfuse.ir import calls, creation, dims, random, shapes, shifts
+from mdfuse.ir import calls, creation, dims, shapes, shifts
 from mdfuse.ir import local_attributes as of_part
 from mdfuse.ir.attributes import Attr, attr
 from mdfuse.ir.op_table import row
@@ -32,7 +32,7 @@ def _creation(
 _VALUES = attr("values", "numbers", True)
 _RANGE = (attr("low", "number"), attr("high", "number"))
 _creation(
-    "uniform", random.uniform, 1, attr("dtype", "drawn", True), *_RANGE, _STREAM, **_COMPOSITE
+    "uniform", creation.uniform, 1, attr("dtype", "drawn", True), *_RANGE, _STREAM, **_COMPOSITE
 )
 _creation("full", creation.full, 1, _DTYPE)
 _creation("arange", creation.arange, 2, _DTYPE, shape=shapes.numbered)
@@ -59,7 +59,7 @@ row(
 )
 row("full_like", creation.full_like, dims.likeness, shapes.first, ANYHOW, operands=(2, 2),
     attrs=(_DTYPE,))  # fmt: skip
-row("dropout", random.dropout, dims.pointwise, shapes.first, ANYHOW, localize=of_part.local_runs,
+row("dropout", creation.dropout, dims.pointwise, shapes.first, ANYHOW, localize=of_part.local_runs,
     operands=(2, 2),
     attrs=(attr("p", "probability", True), _STREAM, attr("shape", "shape", is_local=True), _BOX),
     **_COMPOSITE)  # fmt: skip

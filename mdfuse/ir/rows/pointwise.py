@@ -1,4 +1,4 @@
-"""Pointwise ops."""
+"""Pointwise ops; pairs of real numbers as complex ones."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from mdfuse.ir import calls, compound, dims, out_forms, shapes, slopes
+from mdfuse.ir import calls, dims, out_forms, shapes, slopes
 from mdfuse.ir.attributes import Attr, attr, word
 from mdfuse.ir.op_table import TABLE, row
-from mdfuse.ir.out_forms import DENSE, Writes, exact, on_tensors, rounded
+from mdfuse.ir.out_forms import ANYHOW, DENSE, Writes, exact, on_tensors, rounded
 
 
 def _binary(name: str, call: Callable[..., Any], writes: Writes, **fields: Any) -> None:
@@ -76,7 +76,7 @@ _SLOPE, _FORM = attr("negative_slope", "number"), word("approximate", "none", "t
 _unary("relu", _F.relu, DENSE)  # torch's `out=` form of relu computes and copies
 _unary("silu", _F.silu, rounded(_on("silu")))
 _ELU = tuple(attr(name, "number") for name in ("alpha", "scale", "input_scale"))
-_unary("elu", compound.elu, rounded(_on("elu")), *_ELU)
+_unary("elu", calls.elu, rounded(_on("elu")), *_ELU)
 _unary("logit", torch.logit, rounded(torch.logit), attr("eps", "number"))
 _unary("softplus", _F.softplus, rounded(_on("softplus")), *_BEND)
 _unary("leaky_relu", _F.leaky_relu, rounded(_on("leaky_relu")), _SLOPE)
@@ -97,19 +97,32 @@ for _name in slopes.NAMES:  # linear in the cotangent, which comes first
     _is_choice = _name in ("relu", "hardtanh", "hardshrink", "softshrink")
     _how["partial"] = "scale" if _is_choice else "factor"
     row(f"{_name}_grad", _call, dims.pointwise, shapes.alike, _writes, **_how)
-_binary("squared_distance", compound.squared_distance, exact(compound.squared_distance))
-_binary("binary_cross_entropy", on_tensors(compound.binary_cross_entropy), DENSE)
+_binary("squared_distance", calls.squared_distance, exact(calls.squared_distance))
+_binary("binary_cross_entropy", on_tensors(calls.binary_cross_entropy), DENSE)
 for _name, _unit in (("huber_loss", "delta"), ("smooth_l1_loss", "beta")):
-    _call = on_tensors(compound.robust_loss(_name))
+    _call = on_tensors(calls.robust_loss(_name))
     _binary(_name, _call, rounded(_call), attrs=(attr(_unit, "number", True),))
 _THREE: dict[str, Any] = {"host": "ternary", "operands": (3, 3)}
 _FOUR: dict[str, Any] = {"host": "ternary", "operands": (4, 4)}  # with a number
-for _call, _how in ((compound.lerp, _THREE), (compound.addcmul, _FOUR), (compound.addcdiv, _FOUR)):
+for _call, _how in ((calls.lerp, _THREE), (calls.addcmul, _FOUR), (calls.addcdiv, _FOUR)):
     row(_call.__name__, _call, dims.pointwise, shapes.broadcast, rounded(_call), **_how)
-row("limit", compound.limit, dims.pointwise, shapes.broadcast, exact(compound.limit), **_THREE)
+row("limit", calls.limit, dims.pointwise, shapes.broadcast, exact(calls.limit), **_THREE)
 # A cast of floats to wider ones, as lowering makes it: of a sum it is the sum of the casts.
 _unary("widen", calls.cast, exact(calls.cast), attr("dtype", "dtype", True), partial="scale")
 # Another such cast: each rank rounds its term, as it would have computed it in that dtype.
 _unary("round_terms", calls.cast, exact(calls.cast), attr("dtype", "dtype", True), partial="scale")
 row("where", lambda condition, a, b: torch.where(condition, a, b), dims.pointwise, shapes.broadcast,
     exact(out_forms.where), is_single=False, operands=(3, 3))  # fmt: skip
+for _name, _call in (
+    ("conj", torch.conj_physical),
+    ("real", lambda x: torch.real(x).clone()),
+    ("imag", lambda x: torch.imag(x).clone()),
+    ("angle", torch.angle),
+):
+    _unary(_name, _call, ANYHOW)
+_binary("complex", torch.complex, ANYHOW)
+_binary("polar", torch.polar, ANYHOW)
+row("view_as_complex", lambda x: torch.view_as_complex(x.contiguous()).clone(), dims.without_last,
+    shapes.without_last, ANYHOW, is_single=False)  # fmt: skip
+row("view_as_real", lambda x: torch.view_as_real(x).clone(), dims.with_last, shapes.with_last,
+    ANYHOW, is_single=False)  # fmt: skip

@@ -1,16 +1,18 @@
-"""Reductions over dims, which may be split."""
+"""Reductions over dims, which may be split; scans along a dim that is whole."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from mdfuse.ir import dims, reductions, shapes
+import torch
+
+from mdfuse.ir import calls, dims, reductions, shapes
 from mdfuse.ir import local_attributes as of_part
 from mdfuse.ir.attributes import Attr, attr
 from mdfuse.ir.extremes import highest, lowest
 from mdfuse.ir.op_table import row
-from mdfuse.ir.out_forms import DENSE, Writes, exact, rounded
+from mdfuse.ir.out_forms import ANYHOW, DENSE, Writes, exact, rounded
 
 
 def _reduce(
@@ -37,3 +39,21 @@ _any, _all = reductions.truth("any"), reductions.truth("all")
 _reduce("any", _any, "bor", exact(_any))
 # all(a & b) is not all(a) & all(b) for integers, as 1 & 2 shows: no Partial(band) is taken.
 _reduce("all", _all, "band", exact(_all), partial="")
+
+# Along a dim that is whole: running sums and extremes, dims turned round.
+_ALONG = (attr("dim", "dim", True),)
+for _call in (torch.cumsum, torch.cumprod, torch.logcumsumexp):
+    row(_call.__name__, _call, dims.rowwise, shapes.along, DENSE, attrs=_ALONG, is_single=False)
+for _name in ("cummax", "cummin"):
+    row(
+        _name,
+        calls.running(_name),
+        dims.ranked,
+        shapes.ranked,
+        DENSE,
+        attrs=_ALONG,
+        results=2,
+        is_single=False,
+    )
+row("flip", lambda x, *, dims: torch.flip(x, dims), dims.flip, shapes.flipped, ANYHOW,
+    attrs=(attr("dims", "dims", True),), is_single=False)  # fmt: skip

@@ -79,8 +79,7 @@ class _Pushed:
 
     def add(self, expr: Expr) -> None:
         """Append an expression, or what takes its place."""
-        inputs = tuple(self.instead.get(x, x) if isinstance(x, str) else x for x in expr.inputs)
-        expr = replace(expr, inputs=inputs)
+        expr = expr.reading(self.instead)
         if not (self._is_write_through(expr) or self._is_put_back(expr) or self._is_base(expr)):
             self.maker.exprs.append(expr)
 
@@ -223,9 +222,7 @@ def _viewed(maker: Maker, by: Expr, x: str, step: ViewStep, last: bool) -> str:
 
 def _named(expr: Expr, names: dict[str, str]) -> Expr:
     """Return an expression with other names for some values."""
-    inputs = tuple(names.get(x, x) if isinstance(x, str) else x for x in expr.inputs)
-    outputs = tuple(names.get(x, x) for x in expr.outputs)
-    return replace(expr, inputs=inputs, outputs=outputs)
+    return replace(expr.reading(names), outputs=tuple(names.get(x, x) for x in expr.outputs))
 
 
 def _read(exprs: list[Expr], outputs: set[str], may_go: set[str]) -> tuple[Expr, ...]:

@@ -73,8 +73,7 @@ class Masks:
         key = (e.output, to) if to is not None else None
         if key is not None and key in self.copies:
             return self.copies[key]
-        inputs = (read.get(x, x) if isinstance(x, str) else x for x in e.inputs)
-        name = maker.op(by, e.op, *inputs, **e.kwargs)
+        name = maker.op(by, e.op, *e.reading(read).inputs, **e.kwargs)
         if key is not None:
             self.copies[key] = name
         return name

@@ -87,7 +87,8 @@ def tell_torchrun(error: BaseException | None) -> None:
     stamp = int(time.time()) if before is None else int(before["extraInfo"]["timestamp"])
     what = f"{type(error).__name__}: {error}"
     if before is None or before["message"] != what:
-        before = {"message": what, "extraInfo": {"py_callstack": _traceback(error)}}
+        stack = "".join(traceback.format_exception(error))
+        before = {"message": what, "extraInfo": {"py_callstack": stack}}
     before["extraInfo"]["timestamp"] = str(stamp + (_BEHIND_S if _follows(error) else 0))
     try:
         # at once: torchrun fails where it finds a part of it
@@ -106,10 +107,6 @@ def _follows(error: BaseException | None) -> bool:
         seen.add(id(error))
         error = error.__cause__ or error.__context__
     return False
-
-
-def _traceback(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error))
 
 
 def _read(file: str) -> dict[str, Any] | None:

@@ -30,8 +30,6 @@ from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.layout import Placement, Varies
 from mdfuse.reshard import Local, steps, with_type
 
-_POST = "%b: {after} = alloc; %c = post {post}; wait %c; return %b"
-
 #: name -> (mesh, a right program, what stands there, what contradicts it, words of the message)
 CONTRADICTIONS: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
     "a reduce whose result all ranks are to have": (
