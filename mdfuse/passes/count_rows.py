@@ -49,7 +49,7 @@ def _capacities(fusion: Fusion) -> dict[str, int]:
     limits = dict[str, int]()
     for e in fusion.exprs:
         if e.op == "group_rows":
-            root = _root(fusion, e.reads[2])
+            root = first(fusion, e.reads[2])
             producer = fusion.producers.get(root)
             stated = [e.kwargs["capacity"]] if "capacity" in e.kwargs else []
             if producer is not None and producer.op == "clamp":
@@ -132,16 +132,17 @@ def _by_counts(fusion: Fusion) -> dict[str, list[str]]:
     roots: dict[str, list[str]] = {}
     for value in fusion.values.values():
         if value.rows is not None:
-            roots.setdefault(_root(fusion, value.rows), []).append(value.name)
+            roots.setdefault(first(fusion, value.rows), []).append(value.name)
     return roots
 
 
-def _root(fusion: Fusion, counts: str) -> str:
-    producer = fusion.producers.get(counts)
+def first(fusion: Fusion, value: str) -> str:
+    """Return the value of which some value is a copy, in another layout or its own."""
+    producer = fusion.producers.get(value)
     while producer is not None and producer.op == "set":
-        (counts,) = producer.reads
-        producer = fusion.producers.get(counts)
-    return counts
+        (value,) = producer.reads
+        producer = fusion.producers.get(value)
+    return value
 
 
 def _problem(fusion: Fusion, root: str, names: Sequence[str]) -> str | None:

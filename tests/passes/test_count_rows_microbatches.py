@@ -56,25 +56,65 @@ def test_bytes_are_those_of_the_whole_batch() -> None:
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_microbatches_have_as_many_rows_or_are_refused(seed: int) -> None:
-    """Chunks as `torch.chunk` cuts each rank's rows run where they are of one size."""
+def test_microbatches_of_any_number_of_rows(seed: int) -> None:
+    """Chunks are as `torch.chunk` cuts each rank's tokens; ranks, too, may have unequal numbers."""
     draw = random.Random(seed)
-    t, count = 2 * draw.randint(1, 9), draw.randint(2, 5)
-    sizes = {len(part) for part in torch.arange(t // 2).chunk(count)}
-    if len(sizes) > 1:
-        says = f"ranks have {t // 2} rows, which . microbatches do not share out alike"
-        with pytest.raises(LoweringError, match=says) as refusal:
-            in_microbatches(count, t)
-        assert f"as many microbatches as divide {t // 2}" in str(refusal.value)
-        return
+    t, count, ep = draw.randint(1, 19), draw.randint(2, 5), draw.choice([2, 3])
+    fd = layer(DeviceMesh.arange(ep=ep), t, 4, 2, {"ep": Shard(0)})
+    options = mf.Options(counts=draw.choice(["host", "device"]), poison=True)
+    program = mf.pipeline(fd, microbatches=count, batch=BATCH, options=options)
     values = given(t, 4, router(t, 4, 2))
-    check_everywhere(in_microbatches(count, t), values, by_loop(*values))
+    check_everywhere(program, values, by_loop(*values))
 
 
-@pytest.mark.parametrize(("t", "says"), [(5, "ranks have 2 or 3 rows"), (3, "ranks have 1 or 2")])
-def test_microbatches_of_uneven_ranks_are_refused(t: int, says: str) -> None:
-    with pytest.raises(LoweringError, match=says):
-        in_microbatches(2, t)
+def test_each_microbatch_has_room_for_the_largest() -> None:
+    text = str(in_microbatches(2, 10))
+    assert "most=6)" in text
+    assert "line_up_rows(%x.i, %ids.i, %n.i, bound=12)" in text
+    verify(parse(text))
+    for broken in ("bound=8", "bound=10", "bound=14"):
+        with pytest.raises(ProgramError):
+            verify(parse(text.replace("bound=12", broken)))
+
+
+#: tokens, how they are cut, parts, what is said, what to do.
+OTHER_PARTS: list[tuple[int, dict[str, int], int, str, str]] = [
+    (8, {"ep": 2}, 4, "%each is (ep=S0), with parts=4", "parts=2"),
+    (8, {"ep": 2}, 1, "%each is (ep=S0), with parts=1", "parts=2"),
+    (10, {"dp": 2, "ep": 2}, 4, "ranks have 2 or 3 tokens", "a multiple of 4 tokens"),
+]
+
+
+@pytest.mark.parametrize(("t", "axes", "parts", "says", "hint"), OTHER_PARTS)
+def test_a_microbatch_has_tokens_of_one_part(
+    t: int, axes: dict[str, int], parts: int, says: str, hint: str
+) -> None:
+    mesh, split = DeviceMesh.arange(**axes), dict.fromkeys(axes, Shard(0))
+    with pytest.raises(LoweringError) as refusal:
+        mf.pipeline(doubled(mesh, split, t, parts), microbatches=2, batch=BATCH)
+    assert says in str(refusal.value) and hint in str(refusal.value)
+
+
+def test_rows_of_a_batch_that_have_several_tokens() -> None:
+    fd = doubled(EP, {"ep": Shard(0)}, 10, 2, positions=4)
+    with pytest.raises(LoweringError, match="several tokens of a row of the batch"):
+        mf.pipeline(fd, microbatches=2, batch=BATCH)
+
+
+def doubled(
+    mesh: DeviceMesh, split: dict[str, Shard], t: int, parts: int, positions: int = 0
+) -> FusionDefinition:
+    """Rows go to four experts, which return them as they are."""
+    inner = [positions] * bool(positions)
+    with FusionDefinition("doubled") as fd:
+        x = fd.define_tensor([t, *inner, 3], torch.float64, mesh, split, name="x")
+        ids = fd.define_tensor([t, *inner, 2], torch.int64, mesh, split, name="ids")
+        rows, each = x.reshape(-1, 3), ids.reshape(-1, 2)
+        n = fd.ops.counts(each, experts=4, parts=parts)
+        there = fd.ops.set(fd.ops.group_rows(rows, each, n)).on(mesh, {**split, "ep": Shard(1)})
+        y = fd.ops.ungroup_rows(fd.ops.set(there).on(mesh, split), each)
+        fd.add_output(y.reshape(t, *inner, 3))
+    return fd
 
 
 def test_a_batch_that_is_filled_up() -> None:
