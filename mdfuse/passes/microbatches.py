@@ -58,8 +58,8 @@ def run(fusion: Fusion, batch: Mapping[str, int], count: int) -> Fusion:
     if apart:
         rows = _rows(fusion, batch)
         values = {name: _in_lengths(value, rows) for name, value in values.items()}
-        counting = [e for e in fusion.exprs if e.op == "counts" and not falls_together(e, values)]
-        _check_lengths(fusion, values, [*counting, *apart], count)
+        again = [e for e in fusion.exprs if e.op == "counts" and not falls_together(e, values)]
+        _check_lengths(fusion, values, [*apart, *again], count)
     terms = _terms(fusion)
     for expr in fusion.exprs:
         for value in streamed(fusion, expr, values):
@@ -235,9 +235,8 @@ def _check_lengths(
         if chunk_map(expr, values).reaches:
             because = f"{expr.op} reaches over rows of the batch: a microbatch lacks some"
             raise _refused(fusion, values[expr.outputs[0]], because)
-        if expr.op == "counts":
-            because, hint = room_for_rows.problem(fusion, expr)
-            raise _refused(fusion, values[expr.output], because, hint)
+        if expr.op in room_for_rows.OF_TOKENS:
+            raise _refused(fusion, values[expr.output], *room_for_rows.problem(fusion, expr))
         if expr.op != "reshape" or stream is None or isinstance(stream.chunks, int):
             shapes = " and ".join(str(list(values[x].shape)) for x in names)
             raise _refused(

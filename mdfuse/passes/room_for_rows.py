@@ -20,6 +20,8 @@ from mdfuse.passes.count_rows import first
 
 #: Attributes that have an element for each dim of a ragged value.
 _OF_DIMS = ("ends", "shape")
+#: Operations that read ids -> which of their operands these are.
+OF_TOKENS = {"counts": 0, "group_rows": 1, "ungroup_rows": 1}
 _ROWS = 2  # the dim of a ragged value
 
 
@@ -81,24 +83,32 @@ def _with_bound(expr: Expr, fusion: Fusion, bounds: Mapping[str, tuple[int, int]
     return replace(expr, attrs=tuple(attrs.items()))
 
 
-def problem(fusion: Fusion, counting: Expr) -> tuple[str, str]:
-    """Return why tokens are not counted in chunks of a batch, and what to do."""
-    ids, parts = first(fusion, counting.reads[0]), fusion.values[counting.output].shape[0]
-    layout, extent = fusion.layout(ids), fusion.values[ids].shape[0]
-    ranks = math.prod(layout.mesh.axis_size(a) for a in layout.split_axes(0))
+def problem(fusion: Fusion, expr: Expr) -> tuple[str, str]:
+    """Return why an operation between tokens and rows takes no microbatches, and what to do."""
+    name = expr.reads[OF_TOKENS[expr.op]]
+    ids, layout = first(fusion, name), fusion.layout(name)
+    cut, extent = fusion.layout(ids), fusion.values[ids].shape[0]
+    counts = expr.output if expr.op == "counts" else expr.reads[2]
+    parts = fusion.values[counts].shape[0]
+    ranks = math.prod(cut.mesh.axis_size(a) for a in cut.split_axes(0))
     if ranks == 1:
-        because = f"ranks have all tokens, not those of a part: %{ids} is {layout}"
+        because = f"ranks have all tokens, not those of a part: %{ids} is {cut}"
         return because, f"tokens that {parts} ranks share alike: those that fill up have ids of -1"
     if ranks != parts:
-        because = f"a microbatch has tokens of one part: %{ids} is {layout}, with parts={parts}"
+        because = f"a microbatch has tokens of one part: %{ids} is {cut}, with parts={parts}"
         return because, f"parts={ranks}, as many as ranks have tokens of their own"
-    if layout != fusion.layout(counting.reads[0]):
-        have = " or ".join(map(str, sorted({b - a for _, (a, b) in layout.chunks_of(0, extent)})))
+    if layout == cut:
         return (
-            f"ranks have {have} tokens by {layout}, where torch.chunk makes {parts} other parts",
-            f"a multiple of {parts} tokens: those that fill a batch up have ids of -1",
+            f"%{ids} has several tokens of a row of the batch, and microbatches are of other "
+            "numbers of rows",
+            "as many microbatches as divide the rows of each rank",
         )
+    if expr.op == "counts":
+        have = " or ".join(map(str, sorted({b - a for _, (a, b) in cut.chunks_of(0, extent)})))
+        because = f"ranks have {have} tokens by {cut}, where torch.chunk makes {parts} other parts"
+        return because, f"a multiple of {parts} tokens: those that fill a batch up have ids of -1"
+    along = ", ".join(a for a in cut.split_axes(0) if a not in layout.split_axes(0))
     return (
-        f"%{ids} has several tokens of a row of the batch, and microbatches other numbers of rows",
-        "as many microbatches as divide the rows of each rank",
+        f"rows of several parts come together along {along}, which splits matrices of experts",
+        f"bring these matrices together: fd.ops.set(w).on(mesh, ...) without {along}",
     )

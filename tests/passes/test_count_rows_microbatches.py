@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers.oracle import check_everywhere
 
 import mdfuse as mf
@@ -249,18 +250,49 @@ def test_rows_that_are_dense_in_microbatches(axes: dict[str, int]) -> None:
 def test_matrices_split_as_tokens_are(
     axes: dict[str, int], counts: Any, capacity: int | None, has_grads: bool
 ) -> None:
-    """Rows of dp come to its columns, dense, or columns to rows; no post is before a refusal."""
+    """Matrices come to the rows of dp; no post is before a refusal."""
     mesh, of = DeviceMesh.arange(**axes), {"dp": Shard(2)}
-    t, how = 4 * mesh.size, {"up": of, "down": of, "capacity": capacity}
+    t, how = 16 * mesh.size, {"up": of, "down": of, "capacity": capacity}
     fd = layer(mesh, t, 4, 2, {"ep": Shard(0)}, has_grads, **how)
-    program = mf.pipeline(fd, microbatches=2, batch=BATCH, options=mf.Options(counts=counts))
-    assert ("are dense, with zeros" in program.explain()) == (axes["ep"] == 2)
-    values = given(t, 4, torch.tensor([[0, 1], [2, 3], [3, 1], [1, 0]] * mesh.size))
+    program = mf.pipeline(fd, microbatches=8, batch=BATCH, options=mf.Options(counts=counts))
+    assert "are dense, with zeros" not in program.explain()
+    values = given(t, 4, torch.tensor([[0, 1], [2, 3], [3, 1], [1, 0]] * (t // 4)))
     check_everywhere(program, values, by_loop(*values)[: 4 if has_grads else 1])
     if capacity is not None:
         values[1] = torch.full((t, 2), 1)
         with pytest.raises(mf.CountsError, match="4 rows of part 0 for expert 1, of which there"):
             mf.simulate(program, values)
+
+
+def test_rows_that_come_together_are_refused() -> None:
+    """Three tokens of a rank are less than matrices: their rows meet, dense, on the ranks of dp."""
+    mesh, split = DeviceMesh.arange(dp=2, ep=2), {"dp": Shard(0), "ep": Shard(0)}
+    ep, t, e, d, h = {"ep": Shard(0)}, 12, 5, 64, 32
+
+    def defined(is_gathered: bool) -> FusionDefinition:
+        with FusionDefinition("few") as fd:
+            x = fd.define_tensor([t, d], torch.float64, mesh, split, name="x")
+            ids = fd.define_tensor([t, 1], torch.int64, mesh, split, name="ids")
+            up = fd.define_tensor([e, d, h], torch.float64, mesh, ep | {"dp": Shard(2)})
+            down = fd.define_tensor([e, h, d], torch.float64, mesh, ep | {"dp": Shard(1)})
+            n = fd.ops.counts(ids, experts=e, parts=4)
+            rows = fd.ops.group_rows(x, ids, n)
+            rows = fd.ops.set(rows).on(mesh, {"dp": Shard(0), "ep": Shard(1)})
+            both = [fd.ops.set(w).on(mesh, ep) if is_gathered else w for w in (up, down)]
+            y = fd.ops.grouped_mm(F.silu(fd.ops.grouped_mm(rows, both[0])), both[1])
+            y = fd.ops.ungroup_rows(fd.ops.set(y).on(mesh, split), ids)
+            for result in (y, *mf.grad((y * y).sum(), [x, up, down])):
+                fd.add_output(result)
+        return fd
+
+    with pytest.raises(LoweringError, match="come together along dp") as refusal:
+        mf.pipeline(defined(False), microbatches=2, batch=BATCH)
+    assert "fd.ops.set(w).on(mesh, ...) without dp" in str(refusal.value)
+    program = mf.pipeline(defined(True), microbatches=2, batch=BATCH)
+    torch.manual_seed(0)
+    x, up, down = (torch.randn(*s, dtype=torch.float64) for s in ((t, d), (e, d, h), (e, h, d)))
+    values = [x, router(t, e, 1), up, down]
+    check_everywhere(program, values, by_loop(*values))
 
 
 def test_one_rank_counts_on_its_device() -> None:
