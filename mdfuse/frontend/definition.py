@@ -149,7 +149,8 @@ class FusionDefinition:
         assumed = self.assumed.copy()
         for guard in recorder.assumed.guards:
             assumed.assume(guard.poly, guard.op, self.examples)
-        fusion = recorder.fusion().noting(self.shared.get("notes", ()))
+        notes, by_ranks = self.shared.get("notes", ()), self.shared.get("by_ranks", "")
+        fusion = recorder.fusion().noting(notes, by_ranks)
         return leaf.add(NamedDefinition(wording, fusion, self.examples, assumed))
 
     def _wording(self) -> Wording:

@@ -120,7 +120,8 @@ def _of_dense(fusion: Fusion, root: str, names: Sequence[str]) -> list[str]:
     values = [fusion.values[x] for x in names]
     if all(x.is_counted for x in values):
         return []
-    problem, most = _problem(fusion, root, names), max(x.bytes for x in values)
+    problem = _problem(fusion, root, names) or "ranks compute leaves, by same_bits"
+    most = max(x.bytes for x in values)
     return [
         f"rows that %{root} counts are dense, with zeros behind them: {problem}",
         f"  costs up to {most} bytes for a value of all ranks, which travel as they are",
