@@ -250,9 +250,11 @@ class Fusion:
         assert layout is not None, f"{name} has no layout yet"
         return layout
 
-    def noting(self, notes: Iterable[str], by_ranks: str = "") -> Fusion:
+    def noting(self, notes: Iterable[str], by_ranks: Iterable[str] = ()) -> Fusion:
         """Return this fusion with further notes, and with what it owes to the number of ranks."""
-        return replace(self, notes=(*self.notes, *notes), by_ranks=by_ranks or self.by_ranks)
+        return replace(
+            self, notes=(*self.notes, *notes), by_ranks="".join(by_ranks) or self.by_ranks
+        )
 
     def with_layouts(self, layouts: Mapping[str, Layout]) -> Fusion:
         """Return this fusion with the layouts of some values set."""

@@ -89,9 +89,8 @@ def note(ids: Handle, what: str, refusal: RaggedRefusal) -> None:
 def note_parts(ids: Handle, parts: int) -> None:
     """Note that a definition depends on how many ranks split tokens or experts."""
     if parts > 1:
-        ids.definition.shared["by_ranks"] = (
-            f"experts of tokens in {parts} parts, as ranks have them"
-        )
+        what = f"experts of tokens in {parts} parts, as ranks have them"
+        ids.definition.shared["by_ranks"] = (what,)
 
 
 def come_back(x: Any) -> Any:
