@@ -162,7 +162,8 @@ def passes(
             steps.append((microbatches.name, cut))
         if name == drop_unread.name:
             # Needs all sets, which rows must be able to take, their streams, and no unread values.
-            steps.append((count_rows.name, partial(count_rows.run, on=options.counts)))
+            if not options.same_bits:  # what leaves exchange no run decides
+                steps.append((count_rows.name, partial(count_rows.run, on=options.counts)))
             # Needs to know which sets move counted rows; later passes keep the order.
             steps.append((fill_ways.name, fill_ways.run))
         if name == spread_streams.name and batch is None and options.logits_bytes:

@@ -21,13 +21,12 @@ from mdfuse.compiled.program import Program
 from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import LoweringError, ProgramError, counted, listed
 from mdfuse.evaluator import HostIrEvaluator
-from mdfuse.hir.instructions import counts_of
 from mdfuse.hir.program import HostProgram
 from mdfuse.hir.verify.check import verify_once
 from mdfuse.hir_lowering import Batch
 from mdfuse.ir.graph import Fusion
 from mdfuse.leaves.carrier import JobCarrier, LocalCarrier
-from mdfuse.leaves.deal import LEAVES, Deal
+from mdfuse.leaves.deal import Deal
 from mdfuse.leaves.leaf_run import LeafCode, LeafRun, on_ranks
 from mdfuse.mesh import DeviceMesh
 from mdfuse.passes import meshes
@@ -233,8 +232,11 @@ def on_leaves(
 
     Raises:
         LoweringError: the definition has symbolic extents, no mesh, several, or more ranks than
-            leaves; inputs or outputs that are Partial; rows whose number a run decides.
+            leaves; inputs or outputs that are Partial; it was imported for a number of ranks.
     """
+    if fusion.by_ranks:
+        because = "for another number of ranks the module is imported as another definition"
+        raise _refused(fusion.name, fusion.by_ranks, because)
     deal = Deal(_mesh(fusion, examples))
     lowered_for = replace(options, overlap="never")
     fusion = meshes.on_mesh(fusion, deal.leaf_mesh)
@@ -276,11 +278,6 @@ def _mesh(fusion: Fusion, examples: Mapping[str, int]) -> DeviceMesh:
 def _check(host: HostProgram) -> None:
     """Refuse instructions that leaves cannot run."""
     for i in host.walk():
-        if counts_of(i) is not None:
-            because = f"parts={LEAVES} are as many as leaves: a rank's host decides what is sent"
-            hint = "another number of parts: rows are gathered then; or leave same_bits out"
-            where = [str(i.source or i)]
-            raise _refused(host.name, "rows that are counted", because, where, hint)
         if i.op in ("send", "recv"):
             because = "ranks of a ring begin at different chunks"
             raise _refused(host.name, "a ring", because, [str(i.source or i)])

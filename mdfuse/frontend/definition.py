@@ -149,7 +149,7 @@ class FusionDefinition:
         assumed = self.assumed.copy()
         for guard in recorder.assumed.guards:
             assumed.assume(guard.poly, guard.op, self.examples)
-        fusion = recorder.fusion().noting(self.shared.get("notes", ()))
+        fusion = recorder.fusion().noting(*(self.shared.get(x, ()) for x in ("notes", "by_ranks")))
         return leaf.add(NamedDefinition(wording, fusion, self.examples, assumed))
 
     def _wording(self) -> Wording:

@@ -222,6 +222,8 @@ class Fusion(Forgetful):
     reuse: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     #: what passes chose, and why: a line each
     notes: tuple[str, ...] = ()
+    #: what an import defined otherwise for other numbers of ranks; "": nothing
+    by_ranks: str = ""
     #: value name -> its id in the definition; what passes added gets the following ones.
     ids: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
@@ -258,9 +260,11 @@ class Fusion(Forgetful):
         assert layout is not None, f"{name} has no layout yet"
         return layout
 
-    def noting(self, notes: Iterable[str]) -> Fusion:
-        """Return this fusion with further notes."""
-        return replace(self, notes=(*self.notes, *notes))
+    def noting(self, notes: Iterable[str], by_ranks: Iterable[str] = ()) -> Fusion:
+        """Return this fusion with further notes, and with what it owes to the number of ranks."""
+        return replace(
+            self, notes=(*self.notes, *notes), by_ranks="".join(by_ranks) or self.by_ranks
+        )
 
     def with_layouts(self, layouts: Mapping[str, Layout]) -> Fusion:
         """Return this fusion with the layouts of some values set."""

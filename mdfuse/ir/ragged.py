@@ -20,6 +20,7 @@ from mdfuse.extents.extent import are_same
 from mdfuse.ir import packed_rows
 from mdfuse.ir.dims import Shape, Shapes
 from mdfuse.ir.local_attributes import ExprPart
+from mdfuse.ir.ragged_dims import choices
 
 Attrs = Mapping[str, Any]
 Part = tuple[int, int, int]
@@ -64,7 +65,7 @@ def group(
         ids: as `count` takes them.
         n: [parts,experts], how many rows to keep.
         rows: see `count`; likewise part.
-        bound: how many rows a part may have here, where these are a chunk of them.
+        bound: how many rows a part has room for; None: as many as its tokens have choices.
         capacity: of a part for an expert; the fetch of the counts refuses more.
     """
     bound = _bound(ids.shape, n.shape, rows, part) if bound is None else bound
@@ -102,7 +103,7 @@ def put_back(
 
 def _put(x: Tensor, ids: Tensor, at: Tensor, places: Shape) -> Tensor:
     """Put the row of each choice of each token at its place; one behind the last is dropped."""
-    each = x if x.ndim == 3 else x.unsqueeze(1).expand(-1, _choices(ids.shape), -1)
+    each = x if x.ndim == 3 else x.unsqueeze(1).expand(-1, choices(ids.shape), -1)
     flat = x.new_zeros((math.prod(places) + 1, x.shape[-1]))
     return flat.index_copy_(0, at, each.flatten(0, 1))[:-1].view(*places, x.shape[-1])
 
@@ -110,12 +111,7 @@ def _put(x: Tensor, ids: Tensor, at: Tensor, places: Shape) -> Tensor:
 def _taken(y: Tensor, ids: Tensor, at: Tensor) -> Tensor:
     """Take the row of each choice of each token from its place; zeros from behind the last."""
     flat = torch.cat([y.flatten(0, -2), y.new_zeros((1, y.shape[-1]))])
-    return flat[at].view(ids.shape[0], _choices(ids.shape), y.shape[-1])
-
-
-def _choices(ids: Shape) -> int:
-    """Return the number of experts that a token has."""
-    return ids[1] if len(ids) == 2 else 1
+    return flat[at].view(ids.shape[0], choices(ids.shape), y.shape[-1])
 
 
 def multiply(x: Tensor, weight: Tensor, n: Tensor) -> Tensor:
@@ -199,7 +195,7 @@ def _lined_up(ids: Tensor, n: Tensor, bound: int, rows: Part | None, part: Part 
 def _bound(ids: Shape, n: Shape, rows: Part | None = None, part: Part | None = None) -> int:
     """Return the number of rows of a part, all of which may go to one expert."""
     tokens, parts = (rows or (0, 0, ids[0]))[2], (part or (0, 0, n[0]))[2]
-    return -(-tokens // max(parts, 1)) * _choices(ids)
+    return -(-tokens // max(parts, 1)) * choices(ids)
 
 
 # -- shapes ----------------------------------------------------------------------------------------
@@ -229,9 +225,10 @@ def shape_of_group(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return [parts, experts, bound, d]."""
     x, ids, n = _given(shapes, (2, 3), (1, 2), (2,))
     _alike((x[0], ids[0]), *([(x[1], ids[1])] if len(x) == 3 else []))
-    bound = attrs.get("bound")
-    if bound is None:
-        bound = _bound(ids, n, attrs.get("rows"), attrs.get("part"))
+    most = _bound(ids, n, attrs.get("rows"), attrs.get("part"))
+    bound = attrs.get("bound", most)
+    if "rows" not in attrs and bound < most:  # a rank's tokens may be a chunk of a part's
+        raise ValueError(f"room for {bound} rows of a part, which may have {most}")
     return (*n, bound, x[-1])
 
 
@@ -245,14 +242,14 @@ def shape_of_put_back(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return [t, k, d]."""
     y, ids, n = _given(shapes, (3,), (1, 2), (2,))
     _alike((y[0], n[0]))
-    return (ids[0], _choices(ids), y[2])
+    return (ids[0], choices(ids), y[2])
 
 
 def shape_of_ungroup(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return [t, k, d]."""
     y, ids, n = _given(shapes, (4,), (1, 2), (2,))
     _alike(*zip(y[:2], n, strict=True))
-    return (ids[0], _choices(ids), y[3])
+    return (ids[0], choices(ids), y[3])
 
 
 def shape_of_multiply(shapes: Shapes, attrs: Attrs) -> Shape:
@@ -318,3 +315,12 @@ def local_rows(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     """Add, besides, the most rows of a part in a chunk of them."""
     attrs, (begin, stop) = local_groups(attrs, part), part.out.box[-2]
     return attrs if stop - begin == part.out.shape[-2] else {**attrs, "bound": stop - begin}
+
+
+def whole_rows(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
+    """State the room of all rows of a part, where it is not for as many as there may be."""
+    if not attrs:
+        return attrs
+    bound, (_, ids, n) = part.out.shape[-2], (x.shape for x in part.operands if x is not None)
+    others = {name: value for name, value in attrs.items() if name != "bound"}
+    return others if bound == _bound(ids, n) else {**others, "bound": bound}

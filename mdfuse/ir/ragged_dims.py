@@ -21,6 +21,11 @@ Attrs = Mapping[str, Any]
 _P, _E, _K, _D, _R = range(5)
 
 
+def choices(ids: Shape) -> int:
+    """Return the number of experts that a token has."""
+    return ids[1] if len(ids) == 2 else 1
+
+
 def _fitting(tokens: int, parts: int) -> Any:
     """Return whether tokens and parts are split at the same places, for `DimMap.fits`."""
 
@@ -49,15 +54,33 @@ def _of_ids(shape: Shape, label: int = _P) -> tuple[int | None, ...]:
     return (label, None)[: len(shape)]
 
 
-def _in_chunks(tokens: int, parts: int, **labels: Any) -> DimMap:
-    """Label chunks of tokens, which are chunks of the rows of each part: each rank has one part."""
+def _in_chunks(tokens: int, parts: int, room: int | None = None, **labels: Any) -> DimMap:
+    """Label chunks of tokens, which are chunks of the rows of each part: each rank has one part.
+
+    Args:
+        tokens: how many there are.
+        parts: into which they are split.
+        room: for the tokens of a part, in chunks of one length; None: as many as there are.
+        labels: those of operands and results.
+    """
 
     def fits(label: int, sizes: tuple[int, ...]) -> bool:
-        *axes, _ = sizes
-        is_each = math.prod(axes) == parts
-        return label != _R or (is_each and bool(tokens % max(math.prod(sizes), 1) == 0))
+        *axes, count = sizes
+        if label != _R:
+            return True
+        if math.prod(axes) != parts:
+            return False
+        if is_symbolic((tokens,)):
+            return bool(tokens % max(parts * count, 1) == 0)
+        of_part = -(-tokens // max(parts, 1))
+        return room is None or (room % count == 0 and -(-of_part // count) * count <= room)
 
     return DimMap(fits=fits, **labels)
+
+
+def _room(bound: int, ids: Shape) -> int:
+    """Return for how many tokens of a part there is room, each with its choices."""
+    return bound // max(choices(ids), 1)
 
 
 def of_count(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
@@ -84,6 +107,7 @@ def of_group(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
     chunks = _in_chunks(
         ids[0],
         n[0],
+        _room(result[2], ids),
         operands=((_R, None, None)[: len(x)], _of_ids(ids, _R), (None, None)),
         results=((None, None, _R, None),),
         terms=(2,),
@@ -103,6 +127,7 @@ def of_ungroup(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
     chunks = _in_chunks(
         ids[0],
         n[0],
+        _room(y[2], ids),
         operands=((None, None, _R, None), _of_ids(ids, _R), (None, None)),
         results=((_R, None, None),),
         terms=(2,),
@@ -118,14 +143,17 @@ def of_ungroup(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
 
 def of_line_up(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
     """Label `x[t,d], ids[t,k], n[p,e]`: each rank lines up the rows of its tokens."""
-    whole = of_group(shapes, result, attrs)
+    parts, bound, d = result
+    whole = of_group(shapes, (parts, 0, bound, d), attrs)
     chunks = replace(whole.of_chunks, results=((None, _R, None),))
     return replace(whole, results=((_P, None, _D),), in_chunks=chunks)
 
 
 def of_put_back(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
     """Label `y[p,b,d], ids[t,k], n[p,e]`."""
-    whole = of_ungroup(shapes, result, attrs)
+    y, *others = (s for s in shapes if s is not None)
+    parts, bound, d = y
+    whole = of_ungroup(((parts, 0, bound, d), *others), result, attrs)
     chunks = whole.of_chunks
     chunks = replace(chunks, operands=((None, _R, None), *chunks.operands[1:]))
     return replace(whole, operands=((_P, None, _D), *whole.operands[1:]), in_chunks=chunks)

@@ -156,7 +156,11 @@ _DIMS = {"rows_mm": 3}
 
 
 def _stays(expr: Expr, axis: str, operands: Sequence[Operand], labels: DimMap) -> int | None:
-    """Return the result's label on which an axis splits the operand that stays, if any."""
+    """Return the result's label on which an axis splits the operand that stays, if any.
+
+    Columns of experts come to rows whose parts the axis splits where that takes fewer bytes: moved
+    along it, rows are dense.
+    """
     position = TABLE[expr.op].stays
     if position is None:
         return None
@@ -166,8 +170,16 @@ def _stays(expr: Expr, axis: str, operands: Sequence[Operand], labels: DimMap) -
         is_matrix = len(o.labels) == _DIMS.get(expr.op, 2)
         if o.value.name == name and is_matrix and isinstance(placement, Shard):
             label = o.labels[placement.dim]
-            return label if label in labels.result else None
+            is_kept = label in labels.result and not _are_columns(expr, axis, operands, label)
+            return label if is_kept else None
     return None
+
+
+def _are_columns(expr: Expr, axis: str, operands: Sequence[Operand], label: int | None) -> bool:
+    """Return whether an axis splits the parts of rows, and a label is none of theirs."""
+    rows = next(o for o in operands if o.value.name == expr.inputs[0])
+    is_split = rows.layout is not None and rows.layout.placement(axis) == Shard(0)
+    return expr.op in _DIMS and is_split and label not in rows.labels
 
 
 def _passes_partial(

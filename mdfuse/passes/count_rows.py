@@ -49,7 +49,7 @@ def _capacities(fusion: Fusion) -> dict[str, int]:
     limits = dict[str, int]()
     for e in fusion.exprs:
         if e.op == "group_rows":
-            root = _root(fusion, e.reads[2])
+            root = first(fusion, e.reads[2])
             producer = fusion.producers.get(root)
             stated = [e.kwargs["capacity"]] if "capacity" in e.kwargs else []
             if producer is not None and producer.op == "clamp":
@@ -120,7 +120,8 @@ def _of_dense(fusion: Fusion, root: str, names: Sequence[str]) -> list[str]:
     values = [fusion.values[x] for x in names]
     if all(x.is_counted for x in values):
         return []
-    problem, most = _problem(fusion, root, names), max(x.bytes for x in values)
+    problem = _problem(fusion, root, names) or "ranks compute leaves, by same_bits"
+    most = max(x.bytes for x in values)
     return [
         f"rows that %{root} counts are dense, with zeros behind them: {problem}",
         f"  costs up to {most} bytes for a value of all ranks, which travel as they are",
@@ -132,16 +133,17 @@ def _by_counts(fusion: Fusion) -> dict[str, list[str]]:
     roots: dict[str, list[str]] = {}
     for value in fusion.values.values():
         if value.rows is not None:
-            roots.setdefault(_root(fusion, value.rows), []).append(value.name)
+            roots.setdefault(first(fusion, value.rows), []).append(value.name)
     return roots
 
 
-def _root(fusion: Fusion, counts: str) -> str:
-    producer = fusion.producers.get(counts)
+def first(fusion: Fusion, value: str) -> str:
+    """Return the value of which some value is a copy, in another layout or its own."""
+    producer = fusion.producers.get(value)
     while producer is not None and producer.op == "set":
-        (counts,) = producer.reads
-        producer = fusion.producers.get(counts)
-    return counts
+        (value,) = producer.reads
+        producer = fusion.producers.get(value)
+    return value
 
 
 def _problem(fusion: Fusion, root: str, names: Sequence[str]) -> str | None:

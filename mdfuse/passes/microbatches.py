@@ -22,7 +22,7 @@ from mdfuse.ir.dims import reduced_dims, reshape_groups
 from mdfuse.ir.graph import Expr, Fusion, Value
 from mdfuse.layouts.stream import JOINED, Stream
 from mdfuse.layouts.streamed_sets import form
-from mdfuse.passes import decompose, drop_unread, one_row
+from mdfuse.passes import count_rows, decompose, drop_unread, one_row, room_for_rows
 from mdfuse.passes.rewriting import rewritten
 from mdfuse.passes.sharded import sum_rows
 from mdfuse.passes.strategy import dim_map
@@ -49,6 +49,7 @@ def run(fusion: Fusion, batch: Mapping[str, int], count: int) -> Fusion:
     if inner := sum_rows.contractions(fusion, lambda view: _is_inner(fusion, view, same, roots)):
         fusion = drop_unread.run(rewritten(fusion, inner))
         same, roots = _dims(fusion, batch)
+    fusion = room_for_rows.run(fusion, _rows(fusion, batch), count, lambda x: same[x, 0] in roots)
     values = _in_chunks(fusion, batch, count, same, roots)
     if has_one_row(fusion, batch) and (added := one_row.added_up(fusion, values)) is not None:
         fusion = added
@@ -57,7 +58,8 @@ def run(fusion: Fusion, batch: Mapping[str, int], count: int) -> Fusion:
     if apart:
         rows = _rows(fusion, batch)
         values = {name: _in_lengths(value, rows) for name, value in values.items()}
-        _check_lengths(fusion, values, apart, count)
+        again = [e for e in fusion.exprs if e.op == "counts" and not falls_together(e, values)]
+        _check_lengths(fusion, values, [*apart, *again], count)
     terms = _terms(fusion)
     for expr in fusion.exprs:
         for value in streamed(fusion, expr, values):
@@ -175,6 +177,9 @@ def _check_terms(fusion: Fusion, expr: Expr, values: Mapping[str, Value]) -> Non
     for at in dim_map(expr, values).terms:
         n = values[str(expr.inputs[at])]
         if n.stream is None or n.stream.op != "sum":
+            of = fusion.producers.get(count_rows.first(fusion, n.name))
+            if of is not None and of.op == "counts":
+                raise _refused(fusion, result, *room_for_rows.problem(fusion, of))
             because = f"%{n.name} says how many rows of the whole batch there are, not of each part"
             raise _refused(fusion, result, because, hint=f"leave drop=True out, or {_AT_ONCE}")
 
@@ -230,8 +235,8 @@ def _check_lengths(
         if chunk_map(expr, values).reaches:
             because = f"{expr.op} reaches over rows of the batch: a microbatch lacks some"
             raise _refused(fusion, values[expr.outputs[0]], because)
-        if expr.op == "counts":
-            raise _uneven_counts(fusion, expr, count)
+        if expr.op in room_for_rows.OF_TOKENS:
+            raise _refused(fusion, values[expr.output], *room_for_rows.problem(fusion, expr))
         if expr.op != "reshape" or stream is None or isinstance(stream.chunks, int):
             shapes = " and ".join(str(list(values[x].shape)) for x in names)
             raise _refused(
@@ -240,20 +245,6 @@ def _check_lengths(
                 f"{count} microbatches do not fall together in {shapes} of {expr.op}",
                 hint=f"choose as many as divide the rows of each rank, or {_AT_ONCE}",
             )
-
-
-def _uneven_counts(fusion: Fusion, expr: Expr, count: int) -> LoweringError:
-    """Return the refusal of microbatches that have other numbers of tokens than each other."""
-    ids = expr.reads[0]
-    parts = {b - a for _, (a, b) in fusion.layout(ids).chunks_of(0, fusion.values[ids].shape[0])}
-    rows, both = (f" {x} ".join(map(str, sorted(parts))) for x in ("or", "and"))
-    return _refused(
-        fusion,
-        fusion.values[expr.outputs[0]],
-        f"ranks have {rows} rows, which {count} microbatches do not share out alike: counted rows "
-        "of each have buffers of one size",
-        hint=f"as many microbatches as divide {both}, or a batch that is filled up to that",
-    )
 
 
 def once(fusion: Fusion, is_near: Callable[[str], bool] = lambda _: True) -> Fusion:

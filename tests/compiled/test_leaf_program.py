@@ -18,7 +18,6 @@ from torch import Tensor
 import mdfuse as mf
 from mdfuse import DeviceMesh, MdfuseError, Partial, ProgramError, Shard, Stream
 from mdfuse.compiled.leaf_program import LeafProgram
-from mdfuse.leaves.deal import LEAVES
 
 SAME = mf.Options(same_bits=True)
 ROWS = {"dp": Shard(0)}
@@ -177,7 +176,7 @@ def test_copies_and_buffers() -> None:
 
 
 MESH = DeviceMesh.arange(dp=2)
-EXPERTS = (8, 5), (8, 4), (4, 5, 3)
+EXPERTS = (16, 5), (16, 4), (4, 5, 3)
 
 
 def without_mesh(fd: mf.FusionDefinition) -> None:
@@ -206,20 +205,21 @@ def in_a_ring(fd: mf.FusionDefinition) -> None:
     fd.add_output(fd.ops.set(x).on(MESH, {}, stream=Stream(0, 8, "dp")).exp())
 
 
-def of_counted_rows(fd: mf.FusionDefinition, parts: int = LEAVES, mesh: DeviceMesh = MESH) -> None:
+def of_counted_rows(fd: mf.FusionDefinition, parts: int, mesh: DeviceMesh) -> None:
     """Tokens go to experts, which other ranks have."""
     x, scores, w = (fd.define_tensor(s, mesh=mesh, layout=ROWS) for s in EXPERTS)
     weights, ids = scores.softmax(-1).topk(2, -1)
     n = fd.ops.counts(ids, experts=4, parts=parts)
     rows = fd.ops.set(fd.ops.group_rows(x, ids, n)).on(mesh, {"dp": Shard(1)})
     y = fd.ops.set(fd.ops.grouped_mm(rows, w)).on(mesh, ROWS)
-    fd.add_output(fd.ops.ungroup_rows(y, ids, weights))
+    y = fd.ops.ungroup_rows(y, ids, weights)
+    for result in (y, *mf.grad((y * y).sum(), [x, w])):
+        fd.add_output(result)
 
 
 @pytest.mark.parametrize(
     ("define", "says"),
     [
-        (of_counted_rows, "rows that are counted"),
         (without_mesh, "no mesh"),
         (of_any_extent, "a run chooses"),
         (on_two_meshes, "2 meshes"),
@@ -235,18 +235,29 @@ def test_refused_definitions(define: Callable[[mf.FusionDefinition], None], says
         mf.compile(fd, SAME)
 
 
-def test_rows_of_experts_are_gathered() -> None:
-    """In as many parts as there are leaves they would be counted, which is refused."""
-    given, results = [drawn(*shape, seed=n) for n, shape in enumerate(EXPERTS)], []
-    for ranks, parts in ((1, 1), (2, 2), (4, 4), (3, 2), (8, 2)):
-        with mf.FusionDefinition("experts") as fd:
-            of_counted_rows(fd, parts, DeviceMesh.arange(dp=ranks))
-        results += mf.simulate(mf.compile(fd, SAME), given).outputs
-    assert all(torch.equal(found, results[0]) for found in results)
-    x, scores, w = (x.double() for x in given)
-    weights, ids = scores.softmax(-1).topk(2, -1)
-    rows = torch.stack([(x[:, None] @ w[ids[:, k]])[:, 0] for k in range(2)], 1)
-    torch.testing.assert_close(results[0], (rows * weights[..., None]).sum(1).float())
+@pytest.mark.parametrize("counts", ["host", "device"])
+def test_rows_of_experts_are_dense(counts: Any) -> None:
+    """Whatever number of parts a definition states, results and gradients are those of one rank."""
+    given = [drawn(*shape, seed=n) for n, shape in enumerate(EXPERTS)]
+    for parts, microbatches in ((8, 1), (8, 2), (2, 1)):
+        results = []
+        for ranks in (1, 2, 3, 8):
+            with mf.FusionDefinition("experts") as fd:
+                of_counted_rows(fd, parts, DeviceMesh.arange(dp=ranks))
+            options = mf.Options(same_bits=True, counts=counts)
+            batch = {"in": 0, "in_1": 0}
+            how: dict[str, Any] = {"microbatches": microbatches, "batch": batch, "options": options}
+            program = mf.pipeline(fd, **how) if microbatches > 1 else mf.compile(fd, options)
+            results.append(mf.simulate(program, given).outputs)
+        for others in results[1:]:
+            assert all(map(torch.equal, others, results[0]))
+        x, scores, w = (x.double().requires_grad_() for x in given)
+        weights, ids = scores.softmax(-1).topk(2, -1)
+        rows = torch.stack([(x[:, None] @ w[ids[:, k]])[:, 0] for k in range(2)], 1)
+        y = (rows * weights[..., None]).sum(1)
+        wanted = y, *torch.autograd.grad((y * y).sum(), (x, w))
+        for found, right in zip(results[0], wanted, strict=True):
+            torch.testing.assert_close(found, right.float())
 
 
 def test_refused_uses() -> None:

@@ -16,11 +16,13 @@ TOKENS, EXPERTS, D, H = 16, 4, 8, 6
 SPLIT = {"ep": Shard(0)}
 
 
-def defined(ep: int, dtype: torch.dtype, capacity: int | None = None) -> mf.FusionDefinition:
+def defined(
+    ep: int, dtype: torch.dtype, capacity: int | None = None, tokens: int = TOKENS
+) -> mf.FusionDefinition:
     mesh = DeviceMesh.arange(ep=ep)
     with mf.FusionDefinition("ragged") as fd:
-        x = fd.define_tensor([TOKENS, D], dtype, mesh, SPLIT, name="x")
-        ids = fd.define_tensor([TOKENS, 2], torch.int64, mesh, SPLIT, name="ids")
+        x = fd.define_tensor([tokens, D], dtype, mesh, SPLIT, name="x")
+        ids = fd.define_tensor([tokens, 2], torch.int64, mesh, SPLIT, name="ids")
         up = fd.define_tensor([EXPERTS, D, H], dtype, mesh, SPLIT, name="up")
         down = fd.define_tensor([EXPERTS, H, D], dtype, mesh, SPLIT, name="down")
         n = fd.ops.counts(ids, experts=EXPERTS, parts=ep)
@@ -32,30 +34,30 @@ def defined(ep: int, dtype: torch.dtype, capacity: int | None = None) -> mf.Fusi
     return fd
 
 
-def routers() -> dict[str, Tensor]:
+def routers(tokens: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(3)
     return {
-        "drawn": torch.rand(TOKENS, EXPERTS, generator=generator).topk(2, -1).indices,
-        "one": torch.full((TOKENS, 2), EXPERTS - 1),
-        "none": torch.full((TOKENS, 2), -1),
+        "drawn": torch.rand(tokens, EXPERTS, generator=generator).topk(2, -1).indices,
+        "one": torch.full((tokens, 2), EXPERTS - 1),
+        "none": torch.full((tokens, 2), -1),
     }
 
 
 @pytest.mark.world(4)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(("count", "tokens"), [(1, TOKENS), (2, TOKENS + 2)])
 @pytest.mark.parametrize("counts", ["host", "device"])
 def test_rows_go_and_come_back(
-    comm: mf.Communicator, dtype: torch.dtype, count: int, counts: Any
+    comm: mf.Communicator, dtype: torch.dtype, count: int, tokens: int, counts: Any
 ) -> None:
-    """One plan takes the counts of every run, and of every microbatch."""
-    fd = defined(4, dtype)
+    """One plan takes the counts of every run, and of every microbatch: of 5, 5, 5 and 3 tokens."""
+    fd = defined(4, dtype, tokens=tokens)
     program = compiled(fd, count, counts)
     assert sum(i.op == "fetch" for i in program.host.walk()) == (counts == "host")
     torch.manual_seed(0)
-    shapes = {"x": (TOKENS, D), "up": (EXPERTS, D, H), "down": (EXPERTS, H, D)}
+    shapes = {"x": (tokens, D), "up": (EXPERTS, D, H), "down": (EXPERTS, H, D)}
     given = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
-    for ids in routers().values():
+    for ids in routers(tokens).values():
         check_run(program, fd, given | {"ids": ids}, comm)
 
 

@@ -92,6 +92,17 @@ def test_experts_beside_other_axes(name: str) -> None:
     check_everywhere(program, values, by_loop(*values))
 
 
+@pytest.mark.parametrize(("up", "down"), [(2, 1), (1, 1), (2, 2)])
+def test_matrices_split_as_tokens_are_come_to_the_rows(up: int, down: int) -> None:
+    """As fully sharded ones: rows that went along fsdp would be dense, in the backward, too."""
+    of = {"up": {"fsdp": Shard(up)}, "down": {"fsdp": Shard(down)}}
+    fd = layer(DeviceMesh.arange(fsdp=2, ep=2), 64, 4, 2, {"ep": Shard(0)}, **of)
+    program = mf.compile(fd)
+    assert "as they are counted in a run" in program.explain()
+    values = given(64, 4, router(64, 4, 2))
+    check_everywhere(program, values, by_loop(*values))
+
+
 @pytest.mark.parametrize("counts", ["host", "device"])
 def test_ranks_without_columns_add_nothing(counts: Any) -> None:
     """Five ranks share eight columns: the last has none, of as many rows as its experts have."""

@@ -336,3 +336,19 @@ def test_rows_of_other_bounds_are_not_added() -> None:
 def test_wrong_options() -> None:
     with pytest.raises(ProgramError, match="it is one of host, device"):
         mf.Options(counts="gpu")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("microbatches", [1, 12])
+def test_counts_that_have_not_arrived_are_not_read(microbatches: int) -> None:
+    """Rows are packed by counts in memory: behind their wait, and where its stream has waited."""
+    fd = layer({"ep": 2}, 24, 3, 2)
+    batch, options = {"x": 0, "ids": 0, "weights": 0}, mf.Options(counts="device")
+    how: dict[str, Any] = {"microbatches": microbatches, "batch": batch, "options": options}
+    program = mf.pipeline(fd, **how) if microbatches > 1 else mf.compile(fd, options)
+    lines = str(program).splitlines()
+    at = next(n for n, x in enumerate(lines) if "wait %c0" in x)
+    packed = next(n for n, x in enumerate(lines) if n > at and "= pack_rows" in x)
+    moved = [*lines[:at], *lines[at + 1 : packed + 1], lines[at], *lines[packed + 1 :]]
+    verify(parse("\n".join(lines)))
+    with pytest.raises(mf.ProgramError, match=r"pack_rows -> %?t\S* reads %n\S*counted"):
+        verify(parse("\n".join(moved)))

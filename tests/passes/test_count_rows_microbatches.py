@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers.oracle import check_everywhere
 
 import mdfuse as mf
@@ -56,25 +57,65 @@ def test_bytes_are_those_of_the_whole_batch() -> None:
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_microbatches_have_as_many_rows_or_are_refused(seed: int) -> None:
-    """Chunks as `torch.chunk` cuts each rank's rows run where they are of one size."""
+def test_microbatches_of_any_number_of_rows(seed: int) -> None:
+    """Chunks are as `torch.chunk` cuts each rank's tokens; ranks, too, may have unequal numbers."""
     draw = random.Random(seed)
-    t, count = 2 * draw.randint(1, 9), draw.randint(2, 5)
-    sizes = {len(part) for part in torch.arange(t // 2).chunk(count)}
-    if len(sizes) > 1:
-        says = f"ranks have {t // 2} rows, which . microbatches do not share out alike"
-        with pytest.raises(LoweringError, match=says) as refusal:
-            in_microbatches(count, t)
-        assert f"as many microbatches as divide {t // 2}" in str(refusal.value)
-        return
+    t, count, ep = draw.randint(1, 19), draw.randint(2, 5), draw.choice([2, 3])
+    fd = layer(DeviceMesh.arange(ep=ep), t, 4, 2, {"ep": Shard(0)})
+    options = mf.Options(counts=draw.choice(["host", "device"]), poison=True)
+    program = mf.pipeline(fd, microbatches=count, batch=BATCH, options=options)
     values = given(t, 4, router(t, 4, 2))
-    check_everywhere(in_microbatches(count, t), values, by_loop(*values))
+    check_everywhere(program, values, by_loop(*values))
 
 
-@pytest.mark.parametrize(("t", "says"), [(5, "ranks have 2 or 3 rows"), (3, "ranks have 1 or 2")])
-def test_microbatches_of_uneven_ranks_are_refused(t: int, says: str) -> None:
-    with pytest.raises(LoweringError, match=says):
-        in_microbatches(2, t)
+def test_each_microbatch_has_room_for_the_largest() -> None:
+    text = str(in_microbatches(2, 10))
+    assert "most=6)" in text
+    assert "line_up_rows(%x.i, %ids.i, %n.i, bound=12)" in text
+    verify(parse(text))
+    for broken in ("bound=8", "bound=10", "bound=14"):
+        with pytest.raises(ProgramError):
+            verify(parse(text.replace("bound=12", broken)))
+
+
+#: tokens, how they are cut, parts, what is said, what to do.
+OTHER_PARTS: list[tuple[int, dict[str, int], int, str, str]] = [
+    (8, {"ep": 2}, 4, "%each is (ep=S0), with parts=4", "parts=2"),
+    (8, {"ep": 2}, 1, "%each is (ep=S0), with parts=1", "parts=2"),
+    (10, {"dp": 2, "ep": 2}, 4, "ranks have 2 or 3 tokens", "a multiple of 4 tokens"),
+]
+
+
+@pytest.mark.parametrize(("t", "axes", "parts", "says", "hint"), OTHER_PARTS)
+def test_a_microbatch_has_tokens_of_one_part(
+    t: int, axes: dict[str, int], parts: int, says: str, hint: str
+) -> None:
+    mesh, split = DeviceMesh.arange(**axes), dict.fromkeys(axes, Shard(0))
+    with pytest.raises(LoweringError) as refusal:
+        mf.pipeline(doubled(mesh, split, t, parts), microbatches=2, batch=BATCH)
+    assert says in str(refusal.value) and hint in str(refusal.value)
+
+
+def test_rows_of_a_batch_that_have_several_tokens() -> None:
+    fd = doubled(EP, {"ep": Shard(0)}, 10, 2, positions=4)
+    with pytest.raises(LoweringError, match="several tokens of a row of the batch"):
+        mf.pipeline(fd, microbatches=2, batch=BATCH)
+
+
+def doubled(
+    mesh: DeviceMesh, split: dict[str, Shard], t: int, parts: int, positions: int = 0
+) -> FusionDefinition:
+    """Rows go to four experts, which return them as they are."""
+    inner = [positions] * bool(positions)
+    with FusionDefinition("doubled") as fd:
+        x = fd.define_tensor([t, *inner, 3], torch.float64, mesh, split, name="x")
+        ids = fd.define_tensor([t, *inner, 2], torch.int64, mesh, split, name="ids")
+        rows, each = x.reshape(-1, 3), ids.reshape(-1, 2)
+        n = fd.ops.counts(each, experts=4, parts=parts)
+        there = fd.ops.set(fd.ops.group_rows(rows, each, n)).on(mesh, {**split, "ep": Shard(1)})
+        y = fd.ops.ungroup_rows(fd.ops.set(there).on(mesh, split), each)
+        fd.add_output(y.reshape(t, *inner, 3))
+    return fd
 
 
 def test_a_batch_that_is_filled_up() -> None:
@@ -209,18 +250,49 @@ def test_rows_that_are_dense_in_microbatches(axes: dict[str, int]) -> None:
 def test_matrices_split_as_tokens_are(
     axes: dict[str, int], counts: Any, capacity: int | None, has_grads: bool
 ) -> None:
-    """Rows of dp come to its columns, dense, or columns to rows; no post is before a refusal."""
+    """Matrices come to the rows of dp; no post is before a refusal."""
     mesh, of = DeviceMesh.arange(**axes), {"dp": Shard(2)}
-    t, how = 4 * mesh.size, {"up": of, "down": of, "capacity": capacity}
+    t, how = 16 * mesh.size, {"up": of, "down": of, "capacity": capacity}
     fd = layer(mesh, t, 4, 2, {"ep": Shard(0)}, has_grads, **how)
-    program = mf.pipeline(fd, microbatches=2, batch=BATCH, options=mf.Options(counts=counts))
-    assert ("are dense, with zeros" in program.explain()) == (axes["ep"] == 2)
-    values = given(t, 4, torch.tensor([[0, 1], [2, 3], [3, 1], [1, 0]] * mesh.size))
+    program = mf.pipeline(fd, microbatches=8, batch=BATCH, options=mf.Options(counts=counts))
+    assert "are dense, with zeros" not in program.explain()
+    values = given(t, 4, torch.tensor([[0, 1], [2, 3], [3, 1], [1, 0]] * (t // 4)))
     check_everywhere(program, values, by_loop(*values)[: 4 if has_grads else 1])
     if capacity is not None:
         values[1] = torch.full((t, 2), 1)
         with pytest.raises(mf.CountsError, match="4 rows of part 0 for expert 1, of which there"):
             mf.simulate(program, values)
+
+
+def test_rows_that_come_together_are_refused() -> None:
+    """Three tokens of a rank are less than matrices: their rows meet, dense, on the ranks of dp."""
+    mesh, split = DeviceMesh.arange(dp=2, ep=2), {"dp": Shard(0), "ep": Shard(0)}
+    ep, t, e, d, h = {"ep": Shard(0)}, 12, 5, 64, 32
+
+    def defined(is_gathered: bool) -> FusionDefinition:
+        with FusionDefinition("few") as fd:
+            x = fd.define_tensor([t, d], torch.float64, mesh, split, name="x")
+            ids = fd.define_tensor([t, 1], torch.int64, mesh, split, name="ids")
+            up = fd.define_tensor([e, d, h], torch.float64, mesh, ep | {"dp": Shard(2)})
+            down = fd.define_tensor([e, h, d], torch.float64, mesh, ep | {"dp": Shard(1)})
+            n = fd.ops.counts(ids, experts=e, parts=4)
+            rows = fd.ops.group_rows(x, ids, n)
+            rows = fd.ops.set(rows).on(mesh, {"dp": Shard(0), "ep": Shard(1)})
+            both = [fd.ops.set(w).on(mesh, ep) if is_gathered else w for w in (up, down)]
+            y = fd.ops.grouped_mm(F.silu(fd.ops.grouped_mm(rows, both[0])), both[1])
+            y = fd.ops.ungroup_rows(fd.ops.set(y).on(mesh, split), ids)
+            for result in (y, *mf.grad((y * y).sum(), [x, up, down])):
+                fd.add_output(result)
+        return fd
+
+    with pytest.raises(LoweringError, match="come together along dp") as refusal:
+        mf.pipeline(defined(False), microbatches=2, batch=BATCH)
+    assert "fd.ops.set(w).on(mesh, ...) without dp" in str(refusal.value)
+    program = mf.pipeline(defined(True), microbatches=2, batch=BATCH)
+    torch.manual_seed(0)
+    x, up, down = (torch.randn(*s, dtype=torch.float64) for s in ((t, d), (e, d, h), (e, h, d)))
+    values = [x, router(t, e, 1), up, down]
+    check_everywhere(program, values, by_loop(*values))
 
 
 def test_one_rank_counts_on_its_device() -> None:

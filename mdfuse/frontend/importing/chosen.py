@@ -30,7 +30,7 @@ from mdfuse.frontend.importing.deferred import (
     leaves,
     mapped_leaves,
 )
-from mdfuse.frontend.importing.dispatch import COLUMNS, note
+from mdfuse.frontend.importing.dispatch import COLUMNS, note, note_parts
 from mdfuse.frontend.importing.joined import JoinedTensors
 from mdfuse.frontend.ragged_operands import RaggedRefusal
 
@@ -144,6 +144,7 @@ def _product(call: GraphCall, later: Later, x: Any, weight: Any) -> Any:
         return None
     rows = _whole(x.base)
     if not x.is_sent:
+        note_parts(x.ids, parts)
         n = ops.counts(x.ids, x.experts, parts)
         rows = ops.group_rows(rows, x.ids, n, call.capacity)
     product = partial(ops.grouped_mm, rows)

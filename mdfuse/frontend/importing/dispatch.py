@@ -86,6 +86,13 @@ def note(ids: Handle, what: str, refusal: RaggedRefusal) -> None:
     shared["notes"] = tuple(dict.fromkeys((*shared.get("notes", ()), text)))
 
 
+def note_parts(ids: Handle, parts: int) -> None:
+    """Note that a definition depends on how many ranks split tokens or experts."""
+    if parts > 1:
+        what = f"experts of tokens in {parts} parts, as ranks have them"
+        ids.definition.shared["by_ranks"] = (what,)
+
+
 def come_back(x: Any) -> Any:
     """Return rows where their tokens are."""
     return InOrder(x.order, x.together()) if isinstance(x, InOrder) and x.is_sent else x
@@ -103,6 +110,7 @@ def grouped(x: InOrder, experts: int, parts: int, capacity: int | None) -> Any:
         return x.base.whole() if isinstance(x.base, JoinedTensors) else x.base
     rows, order = x.base.whole() if isinstance(x.base, JoinedTensors) else x.base, x.order
     if rows.id not in order.sent:
+        note_parts(order.ids, parts)
         counts = "counts", experts
         if counts not in order.sent:
             order.sent[counts] = ops.counts(order.ids, experts, parts)

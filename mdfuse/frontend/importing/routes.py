@@ -191,6 +191,7 @@ def _grouped(call: GraphCall, x: Any, weight: Any, offs: Any = None, *how: Any) 
         parts = split
         parts = parts if experts % parts == 0 else 1
         each = experts // parts
+        dispatch.note_parts(x.order.ids, parts)
     else:
         parts, each = x.apart
     rows = x.base.whole() if isinstance(x.base, JoinedTensors) else x.base

@@ -261,8 +261,10 @@ class Flow:
         self.bound[output].storage.parts = done if len(done) < count else None
 
     def bind_view(self, output: str, i: Instruction) -> None:
-        """Bind the result of a view op to its operand's memory."""
+        """Bind the result of a view op to its operand's memory; others, as counts, are read."""
         source = i.inputs[0]
+        for x in filter(lambda x: x not in self.fetched, i.reads[1:]):
+            self.read(x, i)
         view = self.view(source, i) if isinstance(source, str) else None
         if view is None or not isinstance(source, str):
             self.numbers.add(output)

@@ -11,9 +11,10 @@ from mdfuse.ir.out_forms import ANYHOW, DENSE
 
 _HERE = tuple(attr(name, "part", is_local=True) for name in ("rows", "part"))
 _GROUPS: dict[str, Any] = {"localize": ragged.local_groups, "is_single": False}
-_BOUND = attr("bound", "count", is_local=True), attr("capacity", "extent")
+_BOUND = attr("bound", "count"), attr("capacity", "extent")
 _ROWS: dict[str, Any] = {
-    "localize": ragged.local_rows, "is_single": False, "attrs": (*_HERE, *_BOUND),
+    "localize": ragged.local_rows, "globalize": ragged.whole_rows, "is_single": False,
+    "attrs": (*_HERE, *_BOUND),
 }  # fmt: skip
 row(
     "counts",

@@ -105,6 +105,18 @@ def test_counts_on_the_device(name: str) -> None:
     assert "the whole program is captured" in program.explain()
 
 
+@pytest.mark.parametrize("tokens", [SPLIT, {}], ids=["split", "whole"])
+def test_ranks_that_split_experts_refuse_same_bits(tokens: dict[str, Any]) -> None:
+    """Parts are as many as ranks, so that sums over them would have other bits on others."""
+    same = mf.Options(same_bits=True)
+    for name in ("Mixtral", "Llama 4") if tokens else ("Mixtral",):
+        _, model = imported(name, EP, tokens)
+        with pytest.raises(mf.LoweringError, match="parts, as ranks have them"):
+            model.compile(same)
+    module, model = imported("Mixtral", DeviceMesh.arange(ep=1), tokens)
+    check_step(module, model, same)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_beside_a_loop_over_experts(name: str) -> None:
     """Logits and a step of AdamW beside the same module in f64 that loops over its experts."""
