@@ -1,4 +1,4 @@
-"""ProgramParts programs in files, beside the compiled functions, where later starts read them.
+"""Lowered programs in files, beside the compiled functions, where later starts read them.
 
 A lowering depends on its fusion, options and table of costs, on mdfuse and torch, and on no rank.
 The name of its file is made of all of these, so a rank that reads a file and one that lowers have
