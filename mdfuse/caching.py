@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Generic, NamedTuple, TypeVar
 
 Value = TypeVar("Value")
@@ -97,17 +98,25 @@ class Cache(Generic[Value]):
 class Forgetful:
     """A value whose copies, in this process or another one, begin without what it remembers.
 
-    A copy has what the class declares alone. Hashes of texts differ between processes, and with
-    them a hash that is remembered, and all that is looked up by it.
+    A copy has what its class and those above it declare alone. Hashes of texts differ between
+    processes, and with them a hash that is remembered, and all that is looked up by it.
     """
 
     __slots__ = ()
 
     def __getstate__(self) -> Any:
-        """Return what the class declares, as `object.__getstate__` would."""
-        kind = type(self)
-        slots = [name for name in getattr(kind, "__slots__", ()) if name != "__dict__"]
-        declared = {n: x for n, x in vars(self).items() if n in kind.__annotations__}
+        """Return what the classes declare, as `object.__getstate__` would."""
+        names, slots = _declared(type(self))
+        declared = {n: x for n, x in vars(self).items() if n in names}
         if not slots:
             return declared
-        return declared or None, {name: getattr(self, name) for name in slots}
+        return declared or None, {n: getattr(self, n) for n in slots if hasattr(self, n)}
+
+
+@cache
+def _declared(kind: type) -> tuple[frozenset[str], tuple[str, ...]]:
+    """Return the annotated names of a class and those above it, and their slots with values."""
+    bodies = [vars(base) for base in kind.__mro__]
+    names = frozenset(name for body in bodies for name in body.get("__annotations__", ()))
+    slots = [name for body in bodies for name in body.get("__slots__", ()) if name != "__dict__"]
+    return names, tuple(slots)

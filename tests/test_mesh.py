@@ -7,6 +7,7 @@ import pickle
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import pytest
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard
 from mdfuse.hir.verify.check import verify
+from mdfuse.ir.graph import Fusion
 
 
 @pytest.mark.parametrize("shape", [(1,), (6,), (2, 3), (3, 1, 4), (2, 3, 4)])
@@ -189,3 +191,30 @@ def test_a_copy_forgets_what_another_process_would_not_understand() -> None:
         assert copied == fresh and hash(copied) == hash(fresh)
         assert copied.mesh.lost == {2} and copied.mesh.hosts == mesh.hosts
         assert copied.local_shape((4, 6), 3) == (2, 6)
+
+
+class _Tagged(DeviceMesh):
+    """A mesh of the user's."""
+
+    __slots__ = ("later", "tag")
+
+
+@dataclass(frozen=True)
+class _Named(Fusion):
+    """Declares one field itself."""
+
+    title: str = ""
+
+
+def test_a_copy_has_what_the_classes_above_declare() -> None:
+    mesh = _Tagged([[0, 1], [2, 3]], ("dp", "tp"), hosts=[0, 0, 1, 1])
+    mesh.tag, mesh.lost = "mine", frozenset({3})
+    parts = {"values": {}, "exprs": (), "outputs": (), "reuse": {}, "ids": {}}
+    fusion = _Named(name="f", inputs=("x",), title="mine", **parts)
+    assert fusion.producers == {} and "producers" in vars(fusion)
+    for copies in (copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))):
+        copied, again = copies(mesh), copies(fusion)
+        assert type(copied) is _Tagged and (copied.tag, copied.lost) == ("mine", {3})
+        assert copied == mesh and copied.hosts == (0, 0, 1, 1) and not hasattr(copied, "later")
+        assert (again.name, again.inputs, again.title) == ("f", ("x",), "mine")
+        assert "producers" not in vars(again)

@@ -1,4 +1,4 @@
-"""ProgramParts programs in files, beside the compiled functions, where later starts read them.
+"""Lowered programs in files, beside the compiled functions, where later starts read them.
 
 A lowering depends on its fusion, options and table of costs, on mdfuse and torch, and on no rank.
 The name of its file is made of all of these, so a rank that reads a file and one that lowers have
@@ -122,10 +122,13 @@ class _File:
             _unused(reason(error))
             return None
         try:
-            if data[:32] != hashlib.sha256(memoryview(data)[32:]).digest():
+            content = memoryview(data)[32:]
+            if data[:32] != self._checksum(content):
                 raise ValueError("the checksum is another one")
-            lowered, is_verified = _DataReader(io.BytesIO(memoryview(data)[32:])).load()
+            lowered, is_verified = _DataReader(io.BytesIO(content)).load()
             lowered = ProgramParts(*lowered)
+            if not isinstance(lowered.host, HostProgram):
+                raise TypeError("it is no program")
         except Exception as error:  # half a file may raise any error
             _LOG.warning(
                 "%s is of no use, and its program is lowered: %s", self._path, reason(error)
@@ -147,7 +150,7 @@ class _File:
             data = io.BytesIO()
             _DataWriter(data, protocol=5).dump((tuple(lowered), is_verified))
             content = data.getbuffer()
-            part.write_bytes(hashlib.sha256(content).digest() + content)
+            part.write_bytes(self._checksum(content) + content)
             part.replace(self._path)
             _drop_oldest(self._path)
         except MdfuseError:
@@ -157,6 +160,12 @@ class _File:
         finally:
             remove(part)
 
+    def _checksum(self, content: memoryview) -> bytes:
+        """Return a digest of what the file holds, and of its name: no other program is read."""
+        digest = hashlib.sha256(self._path.name.encode())
+        digest.update(content)
+        return digest.digest()
+
 
 @cache
 def _unused(why: str) -> None:
@@ -165,9 +174,12 @@ def _unused(why: str) -> None:
 
 
 def _drop_oldest(latest: Path) -> None:
-    """Remove the files that were read least recently, until all together are small enough."""
+    """Remove the files that were read least recently, until all together are small enough.
+
+    Among them are parts of files, of processes that were ended while they wrote.
+    """
     files = list[tuple[float, int, Path]]()
-    for path in latest.parent.glob("*.program"):
+    for path in latest.parent.glob("*.program*"):
         with suppress(FileNotFoundError):  # another process removes them, too
             about = path.stat()
             files.append((about.st_mtime, about.st_size, path))

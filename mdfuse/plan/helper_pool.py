@@ -26,7 +26,7 @@ import torch
 
 from mdfuse.bootstrap import detect
 from mdfuse.config import HELPERS, helpers_from_environment
-from mdfuse.errors import BackendError, reason
+from mdfuse.errors import PACKAGE, BackendError, reason
 from mdfuse.plan.artefacts import Artefacts, artefacts
 from mdfuse.plan.inductor import TracedGraph
 from mdfuse.plan.packed_graphs import packed
@@ -59,6 +59,7 @@ class HelperJob:
     Attributes:
         length: of its graph.
         work: what a helper takes: a folder, the name of files there, a packed graph.
+        pool: whose helpers may; None: nobody's, and it is over.
         is_begun: a helper has begun it.
         is_over: no helper goes on with it.
         is_made: a helper compiled it.
@@ -67,6 +68,7 @@ class HelperJob:
 
     length: int
     work: bytes = b""
+    pool: _Pool | None = None
     is_begun: bool = False
     is_over: bool = False
     is_made: bool = False
@@ -185,6 +187,7 @@ class _Pool:
     def add(self, job: HelperJob) -> None:
         """Give helpers a job; it is over at once where none is left."""
         with self.changed:
+            job.pool = self
             self.jobs.append(job)
             self.is_used = True
             self.changed.notify_all()
@@ -213,14 +216,13 @@ class _Pool:
 #: Pools of this process; all but one have ended, and their helpers are about to.
 _POOLS: list[_Pool] = []
 
-#: One thread at a time starts helpers.
+#: One thread at a time starts helpers, or forks this process.
 _STARTING = threading.Lock()
 
 
 def _running() -> _Pool | None:
     """Return the helpers of this process that take jobs, if there are any."""
-    _POOLS[:] = [pool for pool in _POOLS if pool.helpers]
-    return next((pool for pool in _POOLS if not pool.is_ended), None)
+    return next((pool for pool in [*_POOLS] if pool.helpers and not pool.is_ended), None)
 
 
 def start_for(expressions: int) -> bool:
@@ -249,13 +251,12 @@ def start_if_needed(functions: int) -> None:
 def _start(most: int, chosen: int | None) -> None:
     """Start at most so many helpers: as many as were chosen, else as many as pay."""
     with _STARTING:
-        if _running() is not None or not sys.executable or (folder := artefacts()) is None:
+        if _running() is not None or not _has_python() or (folder := artefacts()) is None:
             return
         if count := min(most, _paying() if chosen is None else chosen):
-            pool = _Pool(folder)
+            _POOLS[:] = [*(pool for pool in _POOLS if pool.helpers), pool := _Pool(folder)]
             with suppress(OSError):  # those that could be started do the work
                 pool.start(count)
-            _POOLS.append(pool)
 
 
 def hand_over(name: str, traced: TracedGraph) -> HelperJob | None:
@@ -280,14 +281,17 @@ def settled(jobs: Collection[HelperJob], timeout_s: float) -> HelperJob:
         jobs: those from which one is chosen, at least one.
         timeout_s: how long to wait for helpers, if they have begun all; then they are ended.
     """
-    pool = _running()
-    over = None if pool is None else pool.settled(jobs, timeout_s)
+    over = next((x for x in jobs if x.is_over), None)
     if over is not None:
         return over
-    over = next(iter(jobs))
-    if not over.is_over:
+    first = next(iter(jobs))
+    pool = first.pool
+    assert pool is not None, "a job of no pool is over"
+    over = pool.settled([x for x in jobs if x.pool is pool], timeout_s)
+    if over is None:
+        over = first
         over.is_over, over.why = True, f"it took longer than timeout_s={timeout_s:g}"
-        end(over.why)
+        pool.end(over.why)
     return over
 
 
@@ -315,13 +319,22 @@ def _end_and_wait() -> None:
 
 
 def _forget() -> None:
-    """Leave the helpers to the process that was forked, which would else never be gone for them."""
-    for helper in (x for pool in _POOLS for x in pool.helpers):
-        helper.connection.close()
+    """Leave the helpers to the process that was forked, which would else never be gone for them.
+
+    No thread of this one hears of their jobs.
+    """
+    for pool in _POOLS:
+        for helper in pool.helpers:
+            helper.connection.close()
+        for job in pool.jobs:
+            job.is_over = True
     _POOLS.clear()
+    _STARTING.release()
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(
+    before=_STARTING.acquire, after_in_parent=_STARTING.release, after_in_child=_forget
+)
 
 # -- processes -------------------------------------------------------------------------------------
 
@@ -351,13 +364,21 @@ def _quota() -> Iterator[int]:
         yield max(1, int(most) // int(period))
 
 
+def _has_python() -> bool:
+    """Return whether this process's program is Python, and no application that embeds it."""
+    return bool(sys.executable) and not getattr(sys, "frozen", False)
+
+
 def _command() -> list[str]:
     """Return the command of a helper, but for the connection and the rank's process.
 
-    It imports from where this process does, and not from the folder in which it runs.
+    It imports from where this process does, and mdfuse from where this process has it, which may
+    have gone to another folder since.
     """
+    here, paths = str(Path(PACKAGE).parent), [*map(str, sys.path)]
+    own = f"import sys; sys.path.insert(0, {here!r}); import mdfuse; sys.path[:] = {paths!r}"
     start = "from mdfuse.plan.helper_process import main; main(*map(int, sys.argv[1:]))"
-    return [sys.executable, "-c", f"import sys; sys.path[:] = {[*map(str, sys.path)]!r}; {start}"]
+    return [sys.executable, "-c", f"{own}; {start}"]
 
 
 def _environment(compilers: int) -> dict[str, str]:

@@ -90,9 +90,15 @@ def _texts(x: Any) -> list[str]:
 @cache
 def own_code() -> str:
     """Return a digest of mdfuse's modules, since keys hold no code of the functions called."""
+    return _code_in(Path(PACKAGE))
+
+
+def _code_in(package: Path) -> str:
+    """Return a digest of the modules in a folder, or of the archive of which it is a part."""
     digest = hashlib.sha256()
-    for path in sorted(Path(PACKAGE).rglob("*.py")):
-        digest.update(str(path.relative_to(PACKAGE)).encode())
+    archive = next((path for path in package.parents if path.is_file()), None)
+    for path in [archive] if archive else sorted(package.rglob("*.py")):
+        digest.update(str(path.relative_to(path.parent if archive else package)).encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -199,10 +199,34 @@ def test_a_file_names_data_alone(
     compiled()
     (path,) = files(tmp_path)
     bad = pickle.dumps((data, True))
-    path.write_bytes(hashlib.sha256(bad).digest() + bad)
+    path.write_bytes(hashlib.sha256(path.name.encode() + bad).digest() + bad)
     compiled()
     assert len(lowerings) == 2 and "is no data" in caplog.text
     assert not Path("there").exists()
+
+
+@pytest.mark.parametrize("data", [(1, 2, 3), (1, (), "host"), "a text"], ids=str)
+def test_a_file_of_something_else_is_lowered(
+    lowerings: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture, data: Any
+) -> None:
+    right = told(compiled())
+    (path,) = files(tmp_path)
+    other = pickle.dumps((data, True))
+    path.write_bytes(hashlib.sha256(path.name.encode() + other).digest() + other)
+    assert told(compiled()) == right and len(lowerings) == 2
+    assert "is of no use, and its program is lowered" in caplog.text
+
+
+def test_the_file_of_another_program_is_not_read(
+    lowerings: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = told(compiled())
+    (first,) = files(tmp_path)
+    compiled(rows=16)
+    (other,) = {*files(tmp_path)} - {first}
+    first.write_bytes(other.read_bytes())
+    assert told(compiled()) == right and lowerings == ["step"] * 3
+    assert "the checksum is another one" in caplog.text
 
 
 def test_the_files_read_least_recently_go(
@@ -214,11 +238,14 @@ def test_the_files_read_least_recently_go(
             os.utime(path, (path.stat().st_mtime - 10,) * 2)
         assert len(files(tmp_path)) == n + 1
     compiled(rows=8)  # read last
+    left = tmp_path / "mdfuse" / ".name.program.5.55"  # of a process that was ended
+    left.write_bytes(bytes(9))
+    os.utime(left, (1.0, 1.0))
     monkeypatch.setattr(
         program_files, "MOST_BYTES", 3 * max(p.stat().st_size for p in files(tmp_path))
     )
     compiled(rows=32)
-    assert len(files(tmp_path)) == 3 and len(lowerings) == 4
+    assert len(files(tmp_path)) == 3 and len(lowerings) == 4 and not left.exists()
     compiled(rows=8)
     assert len(lowerings) == 4
     compiled(rows=16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -247,6 +248,53 @@ def test_helpers_end_with_a_rank_that_is_killed(
     os.waitpid(rank, 0)
     until(lambda: not is_there(helper))
     os.kill(kept, signal.SIGKILL)
+
+
+def test_a_process_that_is_forked_has_no_helpers_to_wait_for(
+    compiler: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes the jobs of the process before at once, and has helpers of its own."""
+    with helped_by(HANGS, monkeypatch) as processes:
+        helper_pool._start(1, 1)
+        job = helper_pool.hand_over("one", inductor.traced(products, [form(3, 5), form(5, 5)]))
+        assert job is not None
+        until(lambda: job.is_begun)
+        child = os.fork()
+        if not child:
+            is_over = helper_pool.settled([job], 600.0) is job and job.why is None
+            with helper_pool._STARTING:
+                os._exit(0 if is_over and helper_pool._running() is None else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert not job.is_over and len(processes) == 1 and is_there(processes[0])
+
+
+def test_jobs_of_helpers_that_another_thread_ended_are_over(
+    compiler: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with helped_by(HANGS, monkeypatch):
+        helper_pool._start(1, 1)
+        job = helper_pool.hand_over("one", inductor.traced(products, [form(3, 5), form(5, 5)]))
+        assert job is not None
+        until(lambda: job.is_begun)
+        helper_pool.end("another thread has waited for too long")
+        assert helper_pool.settled([job], 600.0) is job
+    assert job.why == "another thread has waited for too long"
+
+
+def test_helpers_have_the_mdfuse_of_their_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it was imported from a folder that the process has left."""
+    (tmp_path / "mdfuse").mkdir()
+    (tmp_path / "mdfuse" / "__init__.py").write_text("raise ImportError('another mdfuse')")
+    monkeypatch.setattr(sys, "path", ["", *(x for x in sys.path if x != str(TESTS.parent))])
+    monkeypatch.chdir(tmp_path)
+    *before, code = helper_pool._command()
+    code = f"{code.rpartition(';')[0]}; print(mdfuse.__file__, sys.path)"
+    told = subprocess.run([*before, code], capture_output=True, text=True, check=True).stdout
+    assert told == f"{mf.__file__} {sys.path}\n"
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    assert not helper_pool._has_python()
 
 
 # -- one helper ------------------------------------------------------------------------------------

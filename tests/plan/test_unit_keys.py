@@ -125,6 +125,14 @@ def test_another_mdfuse_gives_other_names(tmp_path: Path, monkeypatch: pytest.Mo
         unit_keys.own_code.cache_clear()
 
 
+def test_another_mdfuse_in_an_archive_gives_other_names(tmp_path: Path) -> None:
+    texts = set[str]()
+    for content in (b"one", b"two", b"two"):
+        (tmp_path / "app.pyz").write_bytes(content)
+        texts.add(unit_keys._code_in(tmp_path / "app.pyz" / "mdfuse"))
+    assert len(texts) == 2
+
+
 def test_constants_in_sets() -> None:
     code = compile("x in {'a', 'b', 1, (2, 3)}", "f", "eval")
     (constant,) = [x for x in code.co_consts if isinstance(x, frozenset)]
