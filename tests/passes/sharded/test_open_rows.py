@@ -102,3 +102,31 @@ def test_rows_that_no_view_gathers_stay_one_dim() -> None:
         y = x.reshape(-1, 5).exp()
         fd.add_output(y.sum(0))
     assert mf.compile(fd).fusion.values[y.name].shape == (24, 5)
+
+
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_a_sum_of_rows_that_keeps_their_dim(keepdim: bool) -> None:
+    """Rows are compared with their largest, so two numbers travel, and no row."""
+    with mf.FusionDefinition("rows") as fd:
+        x = fd.define_tensor(ROWS, torch.float64, MESH, SPLIT)
+        fd.add_output(mf.ops.logsumexp(x.reshape(-1).tanh(), 0, keepdim=keepdim))
+    program = mf.compile(fd)
+    given = torch.randn(ROWS, dtype=torch.float64)
+    got = mf.simulate(program, [given], options=mf.Options(poison=True)).outputs[0]
+    torch.testing.assert_close(got, given.reshape(-1).tanh().logsumexp(0, keepdim=keepdim))
+    assert [math.prod(c.shape) for c in program.communications] == [1, 1], program
+
+
+def test_rows_that_two_readers_need_whole_come_together_once() -> None:
+    """The result is an output, and read as one dim: to keep two dims would send both."""
+    with mf.FusionDefinition("rows") as fd:
+        x = fd.define_tensor(ROWS, torch.float64, MESH, SPLIT)
+        y = x.reshape(-1).tanh()
+        fd.add_output(y.exp())
+        fd.add_output(y.cumsum(0))
+    program = mf.compile(fd)
+    given = torch.randn(ROWS, dtype=torch.float64)
+    got = mf.simulate(program, [given], options=mf.Options(poison=True)).outputs
+    want = given.reshape(-1).tanh()
+    torch.testing.assert_close(got, (want.exp(), want.cumsum(0)))
+    assert program.bytes_received(0) == 8 * (math.prod(ROWS) - 4), program
