@@ -144,7 +144,8 @@ class _OpenRows:
         is_free = not value.is_law and value.like is None and value.name not in self.fixed
         if is_flat and not is_free:
             return False
-        if is_flat and e.op == "reshape" and _merged(self.of, e) == self.rows:
+        is_view = is_flat and e.op == "reshape" and e.reads[0] not in self.opened
+        if is_view and _merged(self.of, e) == self.rows:
             self.opened[value.name] = e.reads[0]
             return True
         if not any(x in self.opened for x in e.reads):

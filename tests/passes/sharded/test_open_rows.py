@@ -131,3 +131,14 @@ def test_rows_that_two_readers_need_whole_come_together_once() -> None:
     torch.testing.assert_close(got, (want.exp(), want.sin().cumsum(0)))
     sent = [c.shape for c in program.communications]
     assert sent == [ROWS, (2, 1)], program  # of each half, its last sum travels, too
+
+
+def test_a_view_of_rows_that_a_second_one_makes_again() -> None:
+    """Of [6,1,1] the first makes [6,1], whose rows and ones are as many as those of the second."""
+    with mf.FusionDefinition("rows") as fd:
+        x = fd.define_tensor([6, 1, 5], torch.float64, MESH, {"cp": Shard(1)})
+        y = x.exp().sum(2, keepdim=True).reshape(6, 1).reshape(6)
+        fd.add_output((y + 1.0).sum())
+    given = torch.randn(6, 1, 5, dtype=torch.float64)
+    got = mf.simulate(mf.compile(fd), [given], options=mf.Options(poison=True)).outputs
+    torch.testing.assert_close(got[0], (given.exp().sum(2) + 1.0).sum())
