@@ -106,9 +106,9 @@ def _cell(box: Sequence[Interval] | None) -> Cell:
     return parts, experts
 
 
-def row_size(comm: Communication) -> int:
-    """Return how many elements a row has."""
-    return math.prod(comm.shape[3:])
+def row_size(comm: Communication, rank: int) -> int:
+    """Return how many elements a rank has of a row, whose columns other axes may split."""
+    return math.prod(comm.source.local_shape(comm.shape, rank)[3:])
 
 
 # -- how many bytes, before anything is counted ----------------------------------------------------
@@ -140,7 +140,7 @@ def _received(i: Instruction, rank: int, rows: _Estimate) -> int:
     assert comm is not None and comm.dtype is not None
     team = comm.team(rank)
     cells = [cell for r, cell in zip(team, moves(comm, rank)[1], strict=True) if r != rank]
-    return math.ceil(rows(cells, comm)) * row_size(comm) * comm.dtype.itemsize
+    return math.ceil(rows(cells, comm)) * row_size(comm, rank) * comm.dtype.itemsize
 
 
 def bytes_received(i: Instruction, rank: int, at_worst: bool = False) -> int:

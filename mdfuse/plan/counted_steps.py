@@ -277,7 +277,11 @@ def post(i: Instruction, context: Context) -> PlanStep:
     _check_readable(i, context)
     context.bind_name(i.outputs[0])
     sent, received = moves(comm, rank)
-    rows, size, n = _rows_by(i.reads[-1], (*sent, *received), context), row_size(comm), len(sent)
+    rows, size, n = (
+        _rows_by(i.reads[-1], (*sent, *received), context),
+        row_size(comm, rank),
+        len(sent),
+    )
     numbers, is_exact = _numbers(i, context, comm.shape[2]), _is_exact(i, context)
     call = comm.part(rank).call
     assert call is not None

@@ -113,6 +113,19 @@ def test_ranks_without_columns_add_nothing(counts: Any) -> None:
     check_everywhere(program, values, by_loop(*values))
 
 
+@pytest.mark.parametrize("tp", [2, 5])
+@pytest.mark.parametrize("count", [1, 2])
+def test_rows_go_back_with_the_columns_of_each_rank(tp: int, count: int) -> None:
+    """What experts yield is split by columns, which come together where the tokens are."""
+    mesh, down = DeviceMesh.arange(tp=tp, ep=2), {"tp": Shard(2)}
+    fd = layer(mesh, 6, 3, 2, {"ep": Shard(0)}, has_grads=False, down=down)
+    program = mf.pipeline(fd, microbatches=count, batch={"x": 0, "ids": 0})
+    (_, back) = (c for c in program.communications if c.kind == "AllToAll")
+    assert back.source.placement("tp") == Shard(3)
+    values = given(6, 3, router(6, 3, 2))
+    check_everywhere(program, values, by_loop(*values)[:1])
+
+
 #: The mesh, axes that split experts -> along which axes counts are gathered.
 KNOWN: list[tuple[dict[str, int], tuple[str, ...], dict[str, Any], tuple[str, ...]]] = [
     ({"dp": 2, "ep": 2}, ("ep",), {}, ("ep",)),

@@ -25,9 +25,11 @@ from mdfuse.extents.extent import is_symbolic
 from mdfuse.ir.dims import pointwise, reduced_dims
 from mdfuse.ir.graph import Expr, Fusion, Operand, Value
 from mdfuse.ir.ops import TABLE
+from mdfuse.layouts.layout import Layout
+from mdfuse.passes.prices import move_cost
 from mdfuse.passes.propagate_layouts import anew
 from mdfuse.passes.rewriting import Maker
-from mdfuse.passes.strategy import choose
+from mdfuse.passes.strategy import choose, choose_here
 
 name = "open_rows"
 
@@ -51,8 +53,24 @@ def run(fusion: Fusion) -> Fusion:
         with_rows = form.fusion()
         if with_rows is not None:
             new = {x for e in with_rows.exprs for x in e.outputs if x not in fusion.values}
-            fusion = anew(with_rows, new | form.again)
+            with_rows = anew(with_rows, new | form.again)
+            if _sent(with_rows) <= _sent(fusion):
+                fusion = with_rows
     return fusion
+
+
+def _sent(fusion: Fusion) -> int:
+    """Return the cost of all changes of layout, each once; sums over rows are another pass's."""
+    moves: dict[tuple[str, Layout], int] = {}
+    for e in fusion.exprs:
+        if e.op == "reshape" and all(_is_of_matrix(r) for r in fusion.consumers[e.output]):
+            continue
+        strategy = choose_here(e, fusion.values)
+        for x, wanted in strategy.wanted.items() if strategy is not None else ():
+            value = fusion.values[x]
+            if value.layout not in (None, wanted) and (x, wanted) not in moves:
+                moves[x, wanted] = move_cost(value, fusion.layout(x), wanted)
+    return sum(moves.values())
 
 
 def _lost(fusion: Fusion, expr: Expr) -> Rows:
@@ -126,7 +144,8 @@ class _OpenRows:
         is_free = not value.is_law and value.like is None and value.name not in self.fixed
         if is_flat and not is_free:
             return False
-        if is_flat and e.op == "reshape" and _merged(self.of, e) == self.rows:
+        is_view = is_flat and e.op == "reshape" and e.reads[0] not in self.opened
+        if is_view and _merged(self.of, e) == self.rows:
             self.opened[value.name] = e.reads[0]
             return True
         if not any(x in self.opened for x in e.reads):
@@ -139,11 +158,14 @@ class _OpenRows:
         if form is None:
             return False
         inputs, attrs = form
-        name = self.maker.op(e, e.op, *inputs, last=not is_flat, **{**e.kwargs, **attrs})
+        is_last = not is_flat and not (e.kwargs.get("keepdim") and "dims" in attrs)
+        name = self.maker.op(e, e.op, *inputs, last=is_last, **{**e.kwargs, **attrs})
         if is_flat:
             self.opened[value.name] = name
-        else:
-            self._infer_again(value)
+            return True
+        if not is_last:  # rows are one dim of one element
+            self.maker.op(e, "reshape", name, last=True, shape=value.shape)
+        self._infer_again(value)
         return True
 
     def _infer_again(self, value: Value) -> None:
@@ -179,7 +201,7 @@ class _OpenRows:
     def _reduced(self, e: Expr, inputs: list[Operand], shape: Rows, is_flat: bool) -> _Form | None:
         """Return the form of a reduction, of rows or of other dims."""
         added, dims = len(self.rows) - 1, reduced_dims(e.kwargs.get("dims"), len(shape))
-        if 0 in dims and (is_flat or e.kwargs.get("keepdim")):
+        if 0 in dims and is_flat:
             return None
         of_rows = [*range(added + 1)] if 0 in dims else []
         return inputs, {"dims": (*of_rows, *(d + added for d in dims if d))}

@@ -102,3 +102,43 @@ def test_rows_that_no_view_gathers_stay_one_dim() -> None:
         y = x.reshape(-1, 5).exp()
         fd.add_output(y.sum(0))
     assert mf.compile(fd).fusion.values[y.name].shape == (24, 5)
+
+
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_a_sum_of_rows_that_keeps_their_dim(keepdim: bool) -> None:
+    """Rows are compared with their largest, so two numbers travel, and no row."""
+    with mf.FusionDefinition("rows") as fd:
+        x = fd.define_tensor(ROWS, torch.float64, MESH, SPLIT)
+        fd.add_output(mf.ops.logsumexp(x.reshape(-1).tanh(), 0, keepdim=keepdim))
+    program = mf.compile(fd)
+    given = torch.randn(ROWS, dtype=torch.float64)
+    got = mf.simulate(program, [given], options=mf.Options(poison=True)).outputs[0]
+    torch.testing.assert_close(got, given.reshape(-1).tanh().logsumexp(0, keepdim=keepdim))
+    assert [math.prod(c.shape) for c in program.communications] == [1, 1], program
+
+
+def test_rows_that_two_readers_need_whole_come_together_once() -> None:
+    """One is an output, one reads rows as one dim: each would send what it reads of two dims."""
+    with mf.FusionDefinition("rows") as fd:
+        x = fd.define_tensor(ROWS, torch.float64, MESH, SPLIT)
+        y = x.reshape(-1).tanh()
+        fd.add_output(y.exp())
+        fd.add_output(y.sin().cumsum(0))
+    program = mf.compile(fd)
+    given = torch.randn(ROWS, dtype=torch.float64)
+    got = mf.simulate(program, [given], options=mf.Options(poison=True)).outputs
+    want = given.reshape(-1).tanh()
+    torch.testing.assert_close(got, (want.exp(), want.sin().cumsum(0)))
+    sent = [c.shape for c in program.communications]
+    assert sent == [ROWS, (2, 1)], program  # of each half, its last sum travels, too
+
+
+def test_a_view_of_rows_that_a_second_one_makes_again() -> None:
+    """Of [6,1,1] the first makes [6,1], whose rows and ones are as many as those of the second."""
+    with mf.FusionDefinition("rows") as fd:
+        x = fd.define_tensor([6, 1, 5], torch.float64, MESH, {"cp": Shard(1)})
+        y = x.exp().sum(2, keepdim=True).reshape(6, 1).reshape(6)
+        fd.add_output((y + 1.0).sum())
+    given = torch.randn(6, 1, 5, dtype=torch.float64)
+    got = mf.simulate(mf.compile(fd), [given], options=mf.Options(poison=True)).outputs
+    torch.testing.assert_close(got[0], (given.exp().sum(2) + 1.0).sum())
