@@ -357,15 +357,17 @@ def test_a_repeated_element_of_a_launch_that_travels() -> None:
     with FusionDefinition("repeats") as fd:
         x = fd.define_tensor([5, 4], torch.float32, mesh, {"x": mf.Shard(1)})
         y = x.exp() * 2.0
-        fd.add_output(fd.ops.set(y[:, None].expand(5, 9, 4)).on(mesh, {"x": mf.Shard(0)}))
-        fd.add_output(y + 1.0)
+        repeated = y[:, None].expand(5, 9, 4)
+        fd.add_output(fd.ops.set(repeated).on(mesh, {"x": mf.Shard(0)}))
+        fd.add_output(repeated + 1.0)
     program = mf.compile(fd, options=ALWAYS)  # tests verify it, too
     (launch, *_) = [i for i in program.host.walk() if i.op == "launch"]
     assert any(i.fn == "expand" and i.outputs[0] in launch.outputs for i in launch.body)
     x = torch.randn(5, 4)
     results = mf.simulate(program, [x]).outputs
-    torch.testing.assert_close(results[0], (x.exp() * 2)[:, None].expand(5, 9, 4))
-    torch.testing.assert_close(results[1], x.exp() * 2 + 1)
+    expected = (x.exp() * 2)[:, None].expand(5, 9, 4)
+    torch.testing.assert_close(results[0], expected)
+    torch.testing.assert_close(results[1], expected + 1)
 
 
 def test_numbers_from_outside_of_a_unit(compiler: Compiler) -> None:
