@@ -106,7 +106,8 @@ class Forgetful:
 
     def __getstate__(self) -> Any:
         """Return what the classes declare, as `object.__getstate__` would."""
-        names, slots = _declared(type(self))
+        kind: Any = type(self)  # whose hash is the hash of a class
+        names, slots = _declared(kind)
         declared = {n: x for n, x in vars(self).items() if n in names}
         if not slots:
             return declared

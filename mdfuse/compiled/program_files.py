@@ -224,7 +224,39 @@ class _DataWriter(pickle.Pickler):
 
 
 class _DataReader(pickle.Unpickler):
-    """Reads data of mdfuse's; no file makes it import, or call, anything else."""
+    """Reads data of mdfuse's; no file makes it import, or call, anything else, or change a class.
+
+    Attributes:
+        kinds: the classes that the file names -> what each has.
+    """
+
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream)
+        self.kinds: dict[type, dict[str, Any]] = {}
+
+    def load(self) -> Any:
+        """Return what the file holds.
+
+        Raises:
+            Exception: it holds something else than data, or half of it.
+        """
+        try:
+            return super().load()
+        finally:
+            changed = [(kind, name) for kind in self.kinds for name in self._changed(kind)]
+            for kind, name in changed:
+                if name in self.kinds[kind]:
+                    setattr(kind, name, self.kinds[kind][name])
+                else:
+                    delattr(kind, name)
+            if changed:
+                raise pickle.UnpicklingError(f"it changes {changed[0][0].__qualname__}")
+
+    def _changed(self, kind: type) -> list[str]:
+        """Return the names that a class has otherwise than before; pickles note slots there."""
+        before = self.kinds[kind]
+        after = {name: x for name, x in vars(kind).items() if name != "__slotnames__"}
+        return [name for name, x in after.items() if name not in before or before[name] is not x]
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch":
@@ -235,6 +267,7 @@ class _DataReader(pickle.Unpickler):
             return _BUILTINS[name]
         kind = getattr(sys.modules.get(module), name, None)
         if isinstance(kind, type) and kind.__module__ == module and _is_data(kind):
+            self.kinds.setdefault(kind, dict(vars(kind)))
             return kind
         raise pickle.UnpicklingError(f"{module}.{name} is no data")
 

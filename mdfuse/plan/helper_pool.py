@@ -375,10 +375,10 @@ def _command() -> list[str]:
     It imports from where this process does, and mdfuse from where this process has it, which may
     have gone to another folder since.
     """
-    here, paths = str(Path(PACKAGE).parent), [*map(str, sys.path)]
-    own = f"import sys; sys.path.insert(0, {here!r}); import mdfuse; sys.path[:] = {paths!r}"
+    folder, paths = str(Path(PACKAGE).parent), [*map(str, sys.path)]
+    imports = f"import sys; sys.path.insert(0, {folder!r}); import mdfuse; sys.path[:] = {paths!r}"
     start = "from mdfuse.plan.helper_process import main; main(*map(int, sys.argv[1:]))"
-    return [sys.executable, "-c", f"{own}; {start}"]
+    return [sys.executable, "-c", f"{imports}; {start}"]
 
 
 def _environment(compilers: int) -> dict[str, str]:

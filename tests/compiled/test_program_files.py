@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import logging
 import os
 import pickle
@@ -18,6 +19,7 @@ import mdfuse as mf
 from mdfuse.compiled import lowering_names, overlap, program_files
 from mdfuse.config import Options
 from mdfuse.hir.verify.check import verify_once
+from mdfuse.ir.graph import Fusion
 from mdfuse.mesh import DeviceMesh
 from mdfuse.seeing.costs import H100
 
@@ -215,6 +217,16 @@ def test_a_file_of_something_else_is_lowered(
     path.write_bytes(hashlib.sha256(path.name.encode() + other).digest() + other)
     assert told(compiled()) == right and len(lowerings) == 2
     assert "is of no use, and its program is lowered" in caplog.text
+
+
+def test_a_file_changes_no_class() -> None:
+    """A state that is set on a class, and not on an object of it."""
+    layout = Fusion.layout
+    for name in (b"layout", b"lay0ut"):
+        data = b"cmdfuse.ir.graph\nFusion\nN}X\x06\0\0\0" + name + b"cbuiltins\nrange\ns\x86b."
+        with pytest.raises(pickle.UnpicklingError, match="it changes Fusion"):
+            program_files._DataReader(io.BytesIO(data)).load()
+        assert Fusion.layout is layout and not hasattr(Fusion, "lay0ut")
 
 
 def test_the_file_of_another_program_is_not_read(
