@@ -54,15 +54,24 @@ def run(fusion: Fusion) -> Fusion:
         if with_rows is not None:
             new = {x for e in with_rows.exprs for x in e.outputs if x not in fusion.values}
             with_rows = anew(with_rows, new | form.again)
-            if _sent(with_rows) <= _sent(fusion):
+            # Passes behind spare some of these changes, sums of rows above all: hence a margin.
+            if 4 * _sent(with_rows, fusion) <= 5 * _sent(fusion, with_rows):
                 fusion = with_rows
     return fusion
 
 
-def _sent(fusion: Fusion) -> int:
-    """Return the cost of all changes of layout, each once; sums over rows are another pass's."""
+def _sent(fusion: Fusion, other: Fusion) -> int:
+    """Return the cost of changes of layout, each once, where another fusion may have others.
+
+    What reads the same values counts, too: it shares their copies. Sums over rows, which read them
+    as one dim, are another pass's.
+    """
+    differ = {name for name in fusion.values if _differs(name, fusion, other)}
+    read = {x for e in fusion.exprs if not differ.isdisjoint(e.outputs) for x in e.reads} | differ
     moves: dict[tuple[str, Layout], int] = {}
     for e in fusion.exprs:
+        if read.isdisjoint(e.reads):
+            continue
         if e.op == "reshape" and all(_is_of_matrix(r) for r in fusion.consumers[e.output]):
             continue
         strategy = choose_here(e, fusion.values)
@@ -71,6 +80,11 @@ def _sent(fusion: Fusion) -> int:
             if value.layout not in (None, wanted) and (x, wanted) not in moves:
                 moves[x, wanted] = move_cost(value, fusion.layout(x), wanted)
     return sum(moves.values())
+
+
+def _differs(name: str, fusion: Fusion, other: Fusion) -> bool:
+    value = other.values.get(name)
+    return value is None or value.layout != fusion.values[name].layout
 
 
 def _lost(fusion: Fusion, expr: Expr) -> Rows:

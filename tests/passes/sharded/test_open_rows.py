@@ -134,7 +134,7 @@ def test_rows_that_two_readers_need_whole_come_together_once() -> None:
 
 
 def test_a_view_of_rows_that_a_second_one_makes_again() -> None:
-    """Of [6,1,1] the first makes [6,1], whose rows and ones are as many as those of the second."""
+    """The first makes [6,1] of [6,1,1]; the second makes the same two dims one."""
     with mf.FusionDefinition("rows") as fd:
         x = fd.define_tensor([6, 1, 5], torch.float64, MESH, {"cp": Shard(1)})
         y = x.exp().sum(2, keepdim=True).reshape(6, 1).reshape(6)
