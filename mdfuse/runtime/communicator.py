@@ -185,9 +185,9 @@ class Communicator:
         return self.device.type == "cuda" and all(row.can_capture for row in rows)
 
     @property
-    def patience_s(self) -> float:
-        """The age of its last word at which a rank is called gone, seconds."""
-        return self._watch.patience_s
+    def watch(self) -> Watch:
+        """The watchdog of this rank."""
+        return self._watch
 
     @property
     def lost(self) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from mdfuse.errors import BackendError, ProgramError, shown
 from mdfuse.frontend.cache import FusionCache
 from mdfuse.interpreter.threads import keep_ready
 from mdfuse.runtime.agreement.abort_protocol import not_open
-from mdfuse.runtime.agreement.epochs import Electorate, Excluded, asked
+from mdfuse.runtime.agreement.epochs import Electorate, Excluded, Pulse, asked
 from mdfuse.runtime.communicator import Communicator, follow, init, live, opened
 from mdfuse.runtime.first_meeting import Door, watch_for
 from mdfuse.runtime.membership import Member, Membership
@@ -51,7 +51,8 @@ def rebuild(
     Args:
         error: what a run, a meeting or a save raised.
         settle_s: how long the others are waited for, seconds; one that has not come by then counts
-            as lost. By default twice the age at which the watchdog calls a rank gone.
+            as lost. By default twice the age at which the watchdog calls a rank gone, and longer
+            for ranks whose watchdogs still tell their positions, by at most `timeout_s`.
         join: take in new processes in the place of lost ones. All ranks call it, between two runs,
             without an error, and so do the new processes instead of `mdfuse.init`. Where none
             waits, the communicator stays.
@@ -85,7 +86,7 @@ def rebuild(
         )
     _check_launch(comm.launch, os.environ)
     comm.abort()
-    return _agreed(comm, _settle_s(comm, settle_s))
+    return _agreed(comm, settle_s)
 
 
 def _named(error: object) -> str:
@@ -117,23 +118,25 @@ def _check_launch(launch: Launch, environment: Mapping[str, str]) -> None:
     )
 
 
-def _settle_s(comm: Communicator, said: float | None) -> float:
-    return _SETTLE * comm.patience_s if said is None else float(said)
-
-
 def _agreed(
-    comm: Communicator, settle_s: float, newcomers: Sequence[Member] = (), epoch: int | None = None
+    comm: Communicator,
+    settle_s: float | None,
+    newcomers: Sequence[Member] = (),
+    epoch: int | None = None,
 ) -> Communicator:
     """Agree with the others on who goes on, and return their communicator."""
-    door = comm.door
+    door, watch, before, pulse = comm.door, comm.watch, comm.membership, None
     assert door is not None
-    before = comm.membership
+    if settle_s is None:  # a process that is slow, since its host is busy, is not lost
+        rank_of = {member: rank for rank, member in enumerate(before.members)}
+        pulse = Pulse(lambda m: watch.beat_of(rank_of[m]), watch.patience_s, door.options.timeout_s)
     electorate = Electorate(
         store=_epochs(door.base, door.root),
         me=before.members[comm.rank],
         before=before.members,
         newcomers=tuple(newcomers),
-        settle_s=settle_s,
+        settle_s=_SETTLE * watch.patience_s if settle_s is None else float(settle_s),
+        pulse=pulse,
     )
     new = _entered(door, electorate, before.epoch + 1 if epoch is None else epoch, comm)
     _log.info("rank %d of before is rank %d of %d", comm.rank, new.rank, new.size)
@@ -219,7 +222,7 @@ def _extended(comm: Communicator, settle_s: float | None) -> Communicator:
         return comm
     epoch, newcomers, _ = json.loads(said)
     joining = [(place, born) for place, born in newcomers]
-    return _agreed(comm, _settle_s(comm, settle_s), joining, epoch)
+    return _agreed(comm, settle_s, joining, epoch)
 
 
 def _waiting(store: Store, members: Sequence[Member]) -> dict[int, int]:

@@ -5,10 +5,11 @@ Each attempt is an epoch, with keys of its own in the store that the ranks share
 | key | who writes it | when |
 |---|---|---|
 | `K/here/MEMBER`, `K/came` | each process | it comes to epoch K |
-| `K/proposal` | the lowest that has come, once | all have come, or `settle_s` after it came |
+| `K/proposal` | the lowest that has come, once | all have come, or those that lack are lost |
 | `K/seen` | each that is proposed | it has read the proposal |
 | `K/outcome` | who finds it out first, once | all have read it; or somebody waited too long |
 
+A process is lost if it has not come `settle_s` after the lowest did, and its watchdog is silent.
 Whoever is not in a proposal is excluded for good. Where an outcome is a failure, because one of the
 proposed died meanwhile, the others meet again in the next epoch.
 """
@@ -18,7 +19,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from mdfuse.errors import BackendError
@@ -57,6 +59,33 @@ class Excluded(Exception):
         self.epoch, self.members = epoch, tuple(members)
 
 
+@dataclass(eq=False)
+class Pulse:
+    """Tells which processes live: their watchdogs tell their positions again and again.
+
+    Attributes:
+        beat_of: returns how often a process has told its position; None: it left, or is unknown.
+        patience_s: for how long a process that lives may tell nothing.
+        longest_s: how long those that live, but do not come, are waited for beyond `settle_s`.
+    """
+
+    beat_of: Callable[[Member], int | None]
+    patience_s: float
+    longest_s: float
+    #: process -> its last beat, when it was new, and when it was last asked for
+    _known: dict[Member, tuple[int | None, float, float]] = field(default_factory=dict)
+
+    def is_alive(self, member: Member) -> bool:
+        """Return whether a process has told a new position in the last `patience_s`."""
+        now = time.monotonic()
+        beat, since, asked_at = self._known.get(member, (None, now, -inf))
+        if now - asked_at > self.patience_s / 20:
+            new = self.beat_of(member)
+            beat, since = new, now if new != beat else since
+            self._known[member] = beat, since, time.monotonic()
+        return beat is not None and now - since < self.patience_s
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Electorate:
     """The processes that may agree, as each of them knows them.
@@ -67,6 +96,7 @@ class Electorate:
         before: the members of the communicator that is left.
         newcomers: processes that are to join.
         settle_s: how long the others are waited for, seconds.
+        pulse: tells which of them live, and are waited for longer; None: nothing is known of them.
     """
 
     store: Store
@@ -74,6 +104,7 @@ class Electorate:
     before: tuple[Member, ...]
     newcomers: tuple[Member, ...] = ()
     settle_s: float
+    pulse: Pulse | None = None
 
     def agree(self, epoch: int) -> Membership:
         """Return the processes that go on, in this epoch or a later one.
@@ -95,17 +126,19 @@ class Electorate:
         asked(store.add, f"{epoch}/came", 1)
         everybody = sorted((*self.before, *self.newcomers))
         settled, late, before = Deadline.after(self.settle_s), NEVER, 0
+        longest = Deadline.after(self.settle_s + (self.pulse.longest_s if self.pulse else 0.0))
         while not asked(store.check, [key]):
             count = asked(store.add, f"{epoch}/came", 0)
             if count > before:  # who has just come may be the lowest, and waits as long
                 before, late = count, Deadline.after(self.settle_s + _GRACE_S)
-            if count >= len(everybody) or not settled.left():
+            is_awaited = self._is_awaited(epoch, settled, longest)
+            if count >= len(everybody) or not (settled.left() or is_awaited):
                 present = [m for m in everybody if self._is_here(epoch, m)]
                 if present and present[0] == self.me:
                     text = json.dumps(present)
                     asked(store.compare_set, key, "", text)
                     break
-            if not late.left() and not self._decide(epoch, _FAILED):
+            if not (late.left() or is_awaited) and not self._decide(epoch, _FAILED):
                 return None
             if self._outcome(epoch) == _FAILED:
                 return None
@@ -116,6 +149,14 @@ class Electorate:
         if self._settled(epoch) == _FAILED:
             return None
         raise Excluded(epoch, members)
+
+    def _is_awaited(self, epoch: int, settled: Deadline, longest: Deadline) -> bool:
+        """Return whether a process that has not come lives, and may come yet."""
+        pulse = self.pulse
+        if pulse is None or settled.left() > pulse.patience_s or not longest.left():
+            return False
+        absent = [m for m in self.before if m != self.me and not self._is_here(epoch, m)]
+        return any([pulse.is_alive(m) for m in absent])  # noqa: C419  all are listened to
 
     def _is_here(self, epoch: int, member: Member) -> bool:
         return asked(self.store.check, [f"{epoch}/here/{_name(member)}"])

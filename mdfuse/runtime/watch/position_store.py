@@ -111,6 +111,11 @@ class Bulletin:
             self.is_lost = True
         return answers
 
+    def beat_of(self, rank: int) -> int | None:
+        """Return how often a rank has told its position; None: it left, or nothing is known."""
+        at = self._read(rank)
+        return None if at is None or at.ended else at.beat
+
     @property
     def _patience_s(self) -> float:
         return patience_of(self.beat_s)

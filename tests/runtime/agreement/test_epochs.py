@@ -1,0 +1,69 @@
+"""Who goes on: processes that have come, and those that live, as threads with one store."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from torch.distributed import HashStore
+
+from mdfuse.runtime.agreement.epochs import Electorate, Excluded, Pulse
+from mdfuse.runtime.membership import Member
+
+FIRST, LATE, DEAD = MEMBERS = ((0, 0), (1, 0), (2, 0))
+SETTLE_S, PATIENCE_S = 0.4, 0.2
+
+
+def beat_of(member: Member) -> int | None:
+    """The last one told nothing since; the others tell a position each hundredth of a second."""
+    return 7 if member == DEAD else int(time.monotonic() * 100)
+
+
+def agreed(longest_s: float | None, late_s: float) -> dict[Member, tuple[Member, ...] | str]:
+    """What the first one and a late one agree on; the third never comes.
+
+    Args:
+        longest_s: how long those that live are waited for; None: nobody knows who lives.
+        late_s: how much later the second one comes.
+    """
+    store, results = HashStore(), dict[Member, tuple[Member, ...] | str]()
+
+    def act(me: Member, wait_s: float) -> None:
+        time.sleep(wait_s)
+        pulse = None if longest_s is None else Pulse(beat_of, PATIENCE_S, longest_s)
+        electorate = Electorate(store=store, me=me, before=MEMBERS, settle_s=SETTLE_S, pulse=pulse)
+        try:
+            results[me] = electorate.agree(1).members
+        except Excluded as excluded:
+            results[me] = f"excluded by {excluded.members}"
+
+    jobs = [threading.Thread(target=act, args=x) for x in ((FIRST, 0.0), (LATE, late_s))]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join()
+    return results
+
+
+def test_who_is_late_and_alive_is_waited_for() -> None:
+    both = (FIRST, LATE)
+    assert agreed(longest_s=30.0, late_s=3 * SETTLE_S) == {FIRST: both, LATE: both}
+
+
+@pytest.mark.parametrize("longest_s", [None, 0.2])
+def test_who_does_not_come_is_excluded(longest_s: float | None) -> None:
+    """Where nobody knows that it lives, or it has lived for too long without coming."""
+    results = agreed(longest_s, late_s=6 * SETTLE_S)
+    assert results == {FIRST: (FIRST,), LATE: f"excluded by {(FIRST,)}"}
+
+
+def test_a_process_lives_while_it_tells_new_positions() -> None:
+    now = [5]
+    pulse = Pulse(lambda _: now[0], 0.1, 1.0)
+    assert pulse.is_alive(LATE)  # nobody has listened for long yet
+    time.sleep(0.12)
+    assert not pulse.is_alive(LATE)
+    now[0] = 6
+    time.sleep(0.02)
+    assert pulse.is_alive(LATE)
