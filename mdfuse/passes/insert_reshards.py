@@ -60,8 +60,7 @@ class _Rewriter:
     origins: dict[str, str] = field(default_factory=dict)
 
     def layout(self, value: str) -> Layout:
-        layout = self.values[value].placed
-        return layout
+        return self.values[value].placed
 
     def form(self, source: str, layout: Layout, stream: Stream) -> str | None:
         """Return the form of a streamed set; None: it goes whole, as with expanded dims."""

@@ -44,8 +44,7 @@ def run(fusion: Fusion) -> Fusion:
         for reader in fusion.consumers[name]:
             strategy = _strategy(reader, values)
             wanted.add(strategy.wanted[name])
-        layout = out.layout
-        assert layout is not None
+        layout = out.placed
         goal = wanted.pop() if len(wanted) == 1 else _in_parts(fusion, expr, out, wanted, values)
         if goal is None:
             continue
@@ -66,8 +65,7 @@ def _in_parts(
     fusion: Fusion, expr: Expr, out: Value, wanted: set[Layout], values: Mapping[str, Value]
 ) -> Layout | None:
     """Return the part that some readers want, where all others take it, and that is fewer bytes."""
-    layout = out.layout
-    assert layout is not None
+    layout = out.placed
     goals = wanted - {layout}
     goal = goals.pop() if len(goals) == 1 and layout in wanted else None
     if goal is None or goal.reaches or layout.partial_axes or not _is_slice(layout, goal):
@@ -77,12 +75,10 @@ def _in_parts(
     split, brought = {**values, out.name: replace(out, layout=goal)}, 0
     for reader in fusion.consumers[out.name]:
         if _strategy(reader, values).wanted[out.name] == layout:
-            law = values[reader.outputs[0]].layout
             strategy = None if reader.op == "set" else choose_here(reader, split)
             if strategy is None or strategy.wanted[out.name] != goal or len(reader.outputs) > 1:
                 return None
-            assert law is not None
-            brought += moved(strategy, reader, split, law)
+            brought += moved(strategy, reader, split, values[reader.outputs[0]].placed)
     return goal if brought < _spared(fusion, expr, out, goal, values) else None
 
 

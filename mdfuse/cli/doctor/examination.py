@@ -19,7 +19,6 @@ from mdfuse.runtime.backend_rows import BACKENDS, auto, why_not
 
 #: Variables shown beside mdfuse's own: they steer the libraries below.
 _SHOWN = (
-    HELPERS,
     "NCCL_",
     "UCX_",
     "UCC_",
