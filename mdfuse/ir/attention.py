@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -116,9 +117,7 @@ def join_terms(total: Tensor, term: Tensor) -> Tensor:
     [2.0]
     """
     (a, of_a), (b, of_b) = ((x[..., :-1], x[..., -1]) for x in (total, term))
-    out, sums = join(a, of_a, b, of_b)
-    a.copy_(out)
-    of_a.copy_(sums)
+    join(a, of_a, b, of_b)
     return total
 
 
@@ -162,7 +161,13 @@ def attend_grad(
     saved = q, k, v, out, sums, ct
     if len(seen) == 1 and seen[0].shape == (q.shape[-2], k.shape[-2]):
         return _grad_of_tile(seen[0], saved, seen_by, scale)
-    grads = [torch.zeros(x.shape, dtype=_wide(x.dtype), device=x.device) for x in (q, k, v)]
+    runs = [t.rows for t in seen], [t.keys for t in seen]
+    of_rows, of_keys = (q.dtype if _are_apart(x) else _wide(q.dtype) for x in runs)
+    dtypes = of_rows, of_keys, of_keys
+    grads = [
+        torch.zeros(x.shape, dtype=dtype, device=x.device)
+        for x, dtype in zip((q, k, v), dtypes, strict=True)
+    ]
     for t in seen:
         parts = _grad_of_tile(t, saved, seen_by, scale)
         for total, part, at in zip(grads, parts, (t.rows, t.keys, t.keys), strict=True):
@@ -297,31 +302,42 @@ def _grad_of_tile(
 def _joined(
     parts: Sequence[tuple[Tile, tuple[Tensor, Tensor]]], q: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Join what rows make of their tiles, in f32 or f64: see `join`."""
-    wide = _wide(q.dtype)
-    out = torch.zeros((*q.shape[:-1], v.shape[-1]), dtype=wide, device=q.device)
+    """Join what rows make of their tiles; in f32 or f64, where rows have several: see `join`."""
+    wide, is_apart = _wide(q.dtype), _are_apart([t.rows for t, _ in parts])
+    shape = *q.shape[:-1], v.shape[-1]
+    out = torch.zeros(shape, dtype=q.dtype if is_apart else wide, device=q.device)
     sums = torch.full(q.shape[:-1], -math.inf, dtype=wide, device=q.device)
-    for tile, (part, of_part) in parts:
+    for n, (tile, (part, of_part)) in enumerate(parts):
         into, of_into = _cut(out, tile.rows), _cut(sums, tile.rows, -1)
-        for x, new in zip((into, of_into), join(into, of_into, part, of_part), strict=True):
-            x.copy_(new)
+        if is_apart or not n:
+            into.copy_(part)
+            of_into.copy_(of_part)
+        else:
+            join(into, of_into, part, of_part)
     return out.to(q.dtype), sums
 
 
-def join(a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Join what rows make of two sets of keys, with the logarithms of their sums.
+def _are_apart(runs: Sequence[Run]) -> bool:
+    """Tell whether no two runs have a position in common."""
+    ordered = sorted(runs)
+    return all(a[1] <= b[0] for a, b in pairwise(ordered))
+
+
+def join(a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor) -> None:
+    """Join what rows make of two sets of keys, with the logarithms of their sums, into the first.
 
     A part whose logarithm is -inf weighs 0, also where both are.
 
-    >>> one, none = torch.ones(1, 1), torch.full((1,), -math.inf)
-    >>> [x.tolist() for x in join(one, torch.zeros(1), 3 * one, none)]
-    [[[1.0]], [0.0]]
+    >>> one, sums = torch.ones(1, 1), torch.zeros(1)
+    >>> join(one, sums, 3 * torch.ones(1, 1), torch.full((1,), -math.inf))
+    >>> one.tolist(), sums.tolist()
+    ([[1.0]], [0.0])
     """
     sums = torch.logaddexp(of_a, of_b)
     shift = sums.masked_fill(sums == -math.inf, 0)
-    weights = ((x - shift).exp().unsqueeze(-1) for x in (of_a, of_b))
-    parts = [x.to(sums.dtype) * w for x, w in zip((a, b), weights, strict=True)]
-    return parts[0] + parts[1], sums
+    of, other = ((x - shift).exp().unsqueeze(-1) for x in (of_a, of_b))
+    a.mul_(of).addcmul_(b, other)
+    of_a.copy_(sums)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
