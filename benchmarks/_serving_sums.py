@@ -93,8 +93,8 @@ def _case(plan: Any, shape: tuple[int, int], links: int) -> tuple[dict[str, Tens
 
 
 def _error(got: Sequence[Tensor], right: Tensor) -> float:
-    found = torch.cat([*got]).double().cpu()
-    return float((found - right).norm() / right.norm())
+    values = torch.cat([*got]).double().cpu()
+    return float((values - right).norm() / right.norm())
 
 
 def _contenders(

@@ -399,6 +399,20 @@ def test_serving_has_rows(ended_at_once: Ended) -> None:
     assert done.returncode == 1 and "row sums needs ranks" in done.stderr
 
 
+def test_survivors_beside_limits(tmp_path: Path) -> None:
+    """A rank is killed; losses of the one that is left are those of plain torch in float64."""
+    few = ("--backend", "gloo", "--small", "--moments", "1", "--rounds", "2")
+    stored = written(tmp_path, "survivors.py", *few)
+    found = {row["name"]: row for row in stored["rows"]}
+    kill = {f"kill: {name}" for name in ("detection", "rebuild", "next step", "losses")}
+    assert found.keys() == kill | {"idle: a run", "save: steps beside it"}
+    assert all(min(row["rounds"]["ours"] + row["rounds"]["against"]) > 0 for row in stored["rows"])
+    (moment,) = stored["world"]["kill"]
+    assert moment["went on"] and moment["lost"] <= 1 and moment["left"] == [], moment
+    assert moment["error"] < 1e-6
+    assert len(stored["world"]["save"]["a save returns after, ns"]) == 3
+
+
 @pytest.mark.parametrize("what", ["naps", "layers"])
 def test_pipelines_beside_tables_and_torch(tmp_path: Path, what: str) -> None:
     """The benchmark ends with an error where a result is wrong."""
