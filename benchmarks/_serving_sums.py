@@ -1,8 +1,9 @@
 """Sums over ranks behind which a norm follows, as in a decode: mdfuse beside NCCL in a graph.
 
 A link of the chain takes a Partial x, and a residual r that is whole: s = sum of x over the ranks,
-r = r + s, y = rms_norm(r) · w, and the next x = y · p, of which each rank has a term, as behind a
-product whose sum ranks split. A link depends on the one before, so that none can be sent ahead.
+r = r + s, y = rms_norm(r) · w. The next x is y as a Partial, whose term is 0 on all ranks but one,
+in place of a product whose sum ranks split: so a link depends on the one before, and none can be
+sent ahead.
 """
 
 from __future__ import annotations
@@ -80,15 +81,13 @@ def _case(plan: Any, shape: tuple[int, int], links: int) -> tuple[dict[str, Tens
     def numbers(*of: int) -> Tensor:
         return torch.randn(of, generator=drawn).to(plan.dtype)
 
-    terms = {"x": numbers(size, *shape), "p": numbers(size, shape[1])}
+    terms = numbers(size, *shape)
     whole = {"r": numbers(*shape), "w": 1 + numbers(shape[1]) / 8}
-    x, p = (t.double().sum(0) for t in terms.values())
-    r, w = (t.double() for t in whole.values())
+    x, (r, w) = terms.double().sum(0), (t.double() for t in whole.values())
     for _ in range(links):
         r = r + x
-        y = F.rms_norm(r, r.shape[-1:], w, _EPS)
-        x = y * p
-    given = {**{n: t[rank] for n, t in terms.items()}, **whole}
+        x = y = F.rms_norm(r, r.shape[-1:], w, _EPS)
+    given = {"x": terms[rank], **whole}
     return {n: t.contiguous().to(plan.device) for n, t in given.items()}, torch.cat([r, y])
 
 
@@ -114,14 +113,13 @@ def _program(plan: Any, shape: tuple[int, int], links: int, carrier: str) -> mf.
     mesh, term = plan.ranks.mesh, {"tp": Partial("sum")}
     with mf.FusionDefinition("sums") as fd:
         x: Any = fd.define_tensor([*shape], plan.dtype, mesh, term, name="x")
-        p = fd.define_tensor([shape[1]], plan.dtype, mesh, term, name="p")
         r: Any = fd.define_tensor([*shape], plan.dtype, mesh, name="r")
         w = fd.define_tensor([shape[1]], plan.dtype, mesh, name="w")
         for n in range(links):
             r = r + fd.ops.set(x).on(mesh, {})
             y = fd.ops.rms_norm(r, (shape[1],), w, _EPS)
             if n < links - 1:
-                x = (y * p).on(mesh, term)
+                x = fd.ops.set(y).on(mesh, term)
         fd.add_output(r)
         fd.add_output(y)
     return mf.compile(fd, mf.Options(backend=f"{plan.ranks.comm.backend}, tp={carrier}"))
@@ -130,21 +128,23 @@ def _program(plan: Any, shape: tuple[int, int], links: int, carrier: str) -> mf.
 def _by_hand(plan: Any, links: int, given: Mapping[str, Tensor]) -> Callable[[], Sequence[Tensor]]:
     """All-reduces of the library, and a compiled function between two of them, in a graph."""
 
-    def between(x: Tensor, p: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    share = float(plan.ranks.comm.rank == 0)
+
+    def between(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         r = r + x
         y = F.rms_norm(r, r.shape[-1:], w, _EPS)
-        return r, y, y * p
+        return r, y, y * share
 
     compiled = torch.compile(
         between, backend="inductor" if plan.is_gpu else plan.compiler, dynamic=False, fullgraph=True
     )
 
     def chain() -> tuple[Tensor, Tensor]:
-        x, p, r, w = given.values()
+        x, r, w = given.values()
         x = x.clone()
         for _ in range(links):
             dist.all_reduce(x)
-            r, y, x = compiled(x, p, r, w)
+            r, y, x = compiled(x, r, w)
         return r, y
 
     if not plan.is_gpu:
