@@ -1,9 +1,8 @@
 """Sums over ranks behind which a norm follows, as in a decode: mdfuse beside NCCL in a graph.
 
-A link of the chain takes a Partial x, and a residual r that is whole: s = sum of x over the ranks,
-r = r + s, y = rms_norm(r) · w. The next x is y as a Partial, whose term is 0 on all ranks but one,
-in place of a product whose sum ranks split: so a link depends on the one before, and none can be
-sent ahead.
+Each rank has a part z of [ranks, rows, width]. A link of the chain multiplies it by the y of the
+link before, in place of a product whose sum ranks split: x = y · z is a term of a sum over the
+ranks, r = r + that sum, y = rms_norm(r) · w. So none can be sent ahead.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from _measure import Row, device_time, eagerly
 from torch import Tensor
 
 import mdfuse as mf
-from mdfuse import Partial
+from mdfuse import Partial, Shard
 
 #: Rows -> the most that a link may take on two H100s, nanoseconds.
 _LIMITS = {6: 7_000.0, 138: 13_000.0}
@@ -81,14 +80,15 @@ def _case(plan: Any, shape: tuple[int, int], links: int) -> tuple[dict[str, Tens
     def numbers(*of: int) -> Tensor:
         return torch.randn(of, generator=drawn).to(plan.dtype)
 
-    terms = numbers(size, *shape)
+    z = numbers(size, *shape)
     whole = {"r": numbers(*shape), "w": 1 + numbers(shape[1]) / 8}
-    x, (r, w) = terms.double().sum(0), (t.double() for t in whole.values())
+    y, w = (x.double() for x in whole.values())
+    r = y
     for _ in range(links):
-        r = r + x
-        x = y = F.rms_norm(r, r.shape[-1:], w, _EPS)
-    given = {"x": terms[rank], **whole}
-    return {n: t.contiguous().to(plan.device) for n, t in given.items()}, torch.cat([r, y])
+        r = r + z.double().sum(0) * y
+        y = F.rms_norm(r, r.shape[-1:], w, _EPS)
+    given = {"z": z[rank : rank + 1], **whole}
+    return {n: x.contiguous().to(plan.device) for n, x in given.items()}, torch.cat([r, y])
 
 
 def _error(got: Sequence[Tensor], right: Tensor) -> float:
@@ -110,16 +110,17 @@ def _contenders(
 
 
 def _program(plan: Any, shape: tuple[int, int], links: int, carrier: str) -> mf.Program:
-    mesh, term = plan.ranks.mesh, {"tp": Partial("sum")}
+    mesh, dtype, width = plan.ranks.mesh, plan.dtype, shape[1]
+    part = {"tp": Shard(0)}
     with mf.FusionDefinition("sums") as fd:
-        x: Any = fd.define_tensor([*shape], plan.dtype, mesh, term, name="x")
-        r: Any = fd.define_tensor([*shape], plan.dtype, mesh, name="r")
-        w = fd.define_tensor([shape[1]], plan.dtype, mesh, name="w")
-        for n in range(links):
+        z = fd.define_tensor([plan.ranks.comm.size, *shape], dtype, mesh, part, name="z")
+        y: Any = fd.define_tensor([*shape], dtype, mesh, name="r")
+        w = fd.define_tensor([width], dtype, mesh, name="w")
+        r = y
+        for _ in range(links):
+            x = (z * y).sum(0).on(mesh, {"tp": Partial("sum")})
             r = r + fd.ops.set(x).on(mesh, {})
-            y = fd.ops.rms_norm(r, (shape[1],), w, _EPS)
-            if n < links - 1:
-                x = fd.ops.set(y).on(mesh, term)
+            y = fd.ops.rms_norm(r, (width,), w, _EPS)
         fd.add_output(r)
         fd.add_output(y)
     return mf.compile(fd, mf.Options(backend=f"{plan.ranks.comm.backend}, tp={carrier}"))
@@ -128,23 +129,21 @@ def _program(plan: Any, shape: tuple[int, int], links: int, carrier: str) -> mf.
 def _by_hand(plan: Any, links: int, given: Mapping[str, Tensor]) -> Callable[[], Sequence[Tensor]]:
     """All-reduces of the library, and a compiled function between two of them, in a graph."""
 
-    share = float(plan.ranks.comm.rank == 0)
-
-    def between(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def between(x: Tensor, z: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         r = r + x
         y = F.rms_norm(r, r.shape[-1:], w, _EPS)
-        return r, y, y * share
+        return r, y, y * z
 
     compiled = torch.compile(
         between, backend="inductor" if plan.is_gpu else plan.compiler, dynamic=False, fullgraph=True
     )
 
     def chain() -> tuple[Tensor, Tensor]:
-        x, r, w = given.values()
-        x = x.clone()
+        z, r, w = given["z"][0], given["r"], given["w"]
+        x = z * r
         for _ in range(links):
             dist.all_reduce(x)
-            r, y, x = compiled(x, r, w)
+            r, y, x = compiled(x, z, r, w)
         return r, y
 
     if not plan.is_gpu:
