@@ -2,6 +2,7 @@
 
 python benchmarks/survivors.py                                # two GPUs by NCCL, or ranks on CPUs
 python benchmarks/survivors.py --ranks 4 --backend gloo
+python benchmarks/survivors.py --rows kill --backend ucx      # GPUs, whose waits are the host's
 python benchmarks/survivors.py --rows kill --moments 2        # some rows
 python benchmarks/survivors.py --backend gloo --small         # only to see that it runs
 
@@ -43,7 +44,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 _FIRST, _LAST, _DELAY_S = 1, 6, 0.004
 
 #: The longest that a job may take, seconds.
-_JOB_S = 60.0
+_JOB_S = 90.0
 
 #: What agreeing may take beyond the time that others are waited for, seconds.
 _REBUILD_S = 3.0
@@ -75,6 +76,10 @@ class Plan:
     is_small: bool
     folder: Path
     world: dict[str, Any]
+
+    @property
+    def on_gpus(self) -> bool:
+        return self.backend != "gloo" and torch.cuda.device_count() >= self.ranks
 
     def launched(self, part: str, name: str, given: dict[str, Any], **variables: str) -> Path:
         """Run a part on ranks, and return its folder; what it printed lies there, too."""
@@ -144,9 +149,10 @@ def _after(plan: Plan, number: int) -> dict[str, Any]:
         "double_buffer": True, "timeout_s": plan.timeout_s,
         "settle_s": 1.0 if plan.is_small else None,
     }  # fmt: skip
-    seconds = {"MDFUSE_TIMEOUT_S": str(plan.timeout_s)}
+    # what a compiler takes is not the time until ranks go on, and it may pass the deadline
+    options = {"MDFUSE_TIMEOUT_S": str(plan.timeout_s), "MDFUSE_COMPILE": "never"}
     begin = time.monotonic()
-    folder = plan.launched("kill", f"kill-{number}", job, **seconds)
+    folder = plan.launched("kill", f"kill-{number}", job, **options)
     took = time.monotonic() - begin
     said = [json.loads(x.read_text()) for x in folder.glob("rank*.json")]
     dead = [json.loads(x.read_text()) for x in folder.glob("dead*.json")]
@@ -166,7 +172,7 @@ def _times(said: list[dict[str, Any]], died: float, version: int) -> dict[str, A
         "detection": max(x["broke"] for x in rebuilds) - died,
         "rebuild": max(x["rebuilt"] - x["broke"] for x in rebuilds),
         "next step": max(x["next"] - x["rebuilt"] for x in rebuilds),
-        "lost": max(version - x["version"] for x in rebuilds),
+        "lost": max(0, *(version - x["version"] for x in rebuilds)),
         "error": max(abs(loss - right[int(n)]) for x in said for n, loss in x["losses"].items()),
         "left": sorted({y for x in said for y in x["left"]}),
         "gone_s": max(x["gone_s"] for x in said),
@@ -185,22 +191,22 @@ def _losses() -> list[float]:
 
 
 def _idle(plan: Plan) -> Iterator[Row]:
-    on_gpu = plan.backend == "nccl"
-    runs = 20 if plan.is_small else 20_000 if on_gpu else 1_000
+    runs = 20 if plan.is_small else 20_000 if plan.on_gpus else 1_000
     given = {"width": 1024, "rounds": plan.rounds, "runs": runs}
     times = _read(plan, "idle", given)
-    yield plan.row("idle: a run", f"{runs} in a turn", times, "no watchdog", 1.01)
+    limit = 1.01 if plan.on_gpus else None
+    yield plan.row("idle: a run", f"{runs} in a turn", times, "no watchdog", limit)
 
 
 def _save(plan: Plan) -> Iterator[Row]:
-    on_gpu = plan.backend == "nccl"
-    rows, width, steps = (8192, 4096, 100) if on_gpu else (256, 256, 50)
+    rows, width, steps = (8192, 4096, 100) if plan.on_gpus else (256, 256, 50)
     if plan.is_small:
         rows, width, steps = 16, 16, 3
     given = {"rows": rows, "width": width, "steps": steps, "rounds": plan.rounds}
     times = _read(plan, "save", given)
     sizes = f"{steps} steps, {times['said']['bytes of a rank'] / 2**20:.0f} MiB of each rank"
-    yield plan.row("save: steps beside it", sizes, times, "steps alone", 1.02)
+    limit = 1.02 if plan.on_gpus else None
+    yield plan.row("save: steps beside it", sizes, times, "steps alone", limit)
 
 
 def _read(plan: Plan, part: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -224,7 +230,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--backend", help="by default nccl where there are as many GPUs, else gloo")
     parser.add_argument("--moments", type=int, default=8, help="at which a rank is killed")
     parser.add_argument("--rounds", type=int, default=11, help="of the other rows")
-    parser.add_argument("--timeout", type=float, default=5.0, help="Options.timeout_s of `kill`")
+    parser.add_argument("--timeout", type=float, default=10.0, help="Options.timeout_s of `kill`")
     parser.add_argument("--folder", type=Path, help="of checkpoints, by default a temporary one")
     parser.add_argument("--small", action="store_true", help="to see that it runs")
     parser.add_argument("--output", type=Path, help="by default in benchmarks/results")
