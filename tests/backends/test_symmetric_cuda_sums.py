@@ -23,6 +23,7 @@ from mdfuse.backends.symmetric import cuda_sums, providers
 from mdfuse.backends.symmetric.cuda_sums import CHUNK, INBOX_BYTES, Inbox, Sums
 from mdfuse.backends.symmetric.moves import Shape
 from mdfuse.layouts.call import Call
+from mdfuse.torch_private import HashStore
 
 
 @pytest.mark.parametrize("members", range(2, 9))
@@ -78,6 +79,60 @@ def test_gpus_that_add(monkeypatch: pytest.MonkeyPatch) -> None:
     for is_there, name in ((True, "u1"), (False, "")):
         monkeypatch.setattr(cuda_sums, "find_spec", lambda _, x=is_there: x or None)
         assert cuda_sums.name_of(torch.device("cuda", 0)) == name
+
+
+class FakeHeap:
+    """Memory at one address for all handles."""
+
+    def __init__(self) -> None:
+        self.memory = SimpleNamespace(register=lambda at, size: at, clear=self.clear)
+        self.sizes: list[int] = []
+        self.cleared: list[tuple[int, int]] = []
+
+    def clear(self, address: int, size: int) -> None:
+        self.cleared.append((address, size))
+
+    def take(self, size: int) -> Any:
+        self.sizes.append(size)
+        return SimpleNamespace(address=1 << 20, handle=f"run {len(self.sizes)}")
+
+    def open(self, handle: str) -> int:
+        return int(handle.split()[1]) << 40
+
+    def take_lanes(self, device: Any) -> list[Any]:
+        return [SimpleNamespace(stream=SimpleNamespace(cuda_stream=0))] * 4
+
+
+@pytest.mark.parametrize("gpus", [("a", "b"), ("a", "a"), ("a", "")])
+def test_a_team_adds_where_each_has_a_gpu(
+    gpus: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The inbox lies behind signals, and begins without flags or turns."""
+    provider, heap = object.__new__(providers.CudaProvider), FakeHeap()
+    device = torch.device("cpu")
+    args = providers.ProviderArgs(rank=0, device=device, timeout_s=1.0, noter=None)
+    parts = {
+        "_place": args, "_heap": heap, "_turns": None, "_outboxes": {},
+        "_device": SimpleNamespace(track=lambda _: None),
+    }  # fmt: skip
+    for name, value in parts.items():
+        setattr(provider, name, value)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    names = iter(gpus)
+    monkeypatch.setattr(providers, "name_of", lambda _: next(names))
+    shape = Shape(members=2, slot=provider.slot)
+    members = [provider.offer(shape) for _ in gpus]
+    at = providers._inbox_at(shape)
+    assert heap.sizes == [at + INBOX_BYTES] * 2
+    ((begin, size),) = {*heap.cleared}
+    assert begin == (1 << 20) + shape.bytes and begin + size == (1 << 20) + at + INBOX_BYTES
+    team = provider.team((0, 1), 1, shape, members, HashStore())
+    assert (team.sums is not None) == (gpus == ("a", "b"))
+    if team.sums is not None:
+        assert team.sums.index == 1
+        assert [*team.sums.addresses] == [(1 << 40) + at, (2 << 40) + at]
+    for memory, _ in members:
+        memory.close()
 
 
 def kernel_of_ranks(members: int, calls: list[Tensor], add_up: Any) -> list[int]:
