@@ -67,6 +67,7 @@ from _whole_nets import SIZES, SMALL, Size
 from torch import Tensor
 
 import mdfuse as mf
+from mdfuse.backends.symmetric.cuda_memory import ask_for_queues
 from mdfuse.cli import screen
 from mdfuse.plan.graphs import GraphPlan
 
@@ -579,6 +580,7 @@ def main() -> None:
     """Measure, print, store."""
     arguments = _arguments()
     chosen = _chosen(arguments.rows)
+    ask_for_queues()  # for `symmetric`, before CUDA starts
     ranks = start_or_alone(arguments.device)
     comm = ranks.comm
     chosen = chosen or [name for name in _ROWS if (name in _SHARED) == (comm.size > 1)]
