@@ -17,7 +17,7 @@ from mdfuse.errors import ProgramError, counted, near
 from mdfuse.extents.expressions import DEEPEST, LARGEST, Calc, Index, Term, terms
 from mdfuse.hir.instructions import BUFFER_OPS, INSTRUCTIONS, Row, op_of, row_of
 from mdfuse.ir.attributes import Attr, is_permutation
-from mdfuse.ir.extremes import is_number_of
+from mdfuse.ir.dtype_limits import is_number_of
 from mdfuse.ir.graph import attr_text, dtype_name
 from mdfuse.ir.ops import TABLE
 from mdfuse.names import RULE, is_name, is_value_name

@@ -12,7 +12,7 @@ from mdfuse.errors import ProgramError
 from mdfuse.hir.instructions import INSTRUCTIONS, PURE_VIEWS
 from mdfuse.hir.program import Instruction
 from mdfuse.ir import attention
-from mdfuse.ir.extremes import neutral
+from mdfuse.ir.dtype_limits import neutral
 from mdfuse.ir.ops import itself
 from mdfuse.layouts.boxes import nth_chunk, relative
 from mdfuse.layouts.layout import Partial

@@ -26,7 +26,7 @@ from mdfuse.errors import CommunicationError, CountsError, ProgramError
 from mdfuse.hir.counted_rows import Cell, blocks_of, cell_of, cells_of, moves, row_size
 from mdfuse.hir.program import Instruction
 from mdfuse.ir import packed_rows
-from mdfuse.ir.extremes import poison
+from mdfuse.ir.dtype_limits import poison
 from mdfuse.ir.ops import itself
 from mdfuse.layouts.call import Call
 from mdfuse.plan.allocation import allocate, empty

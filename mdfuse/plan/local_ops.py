@@ -20,8 +20,8 @@ from mdfuse.hir.program import Instruction
 from mdfuse.ir import ops
 from mdfuse.ir.graph import Operand
 from mdfuse.ir.infer import dense_strides
-from mdfuse.ir.numbers import scalar_call
 from mdfuse.ir.out_forms import Write
+from mdfuse.ir.scalars import scalar_call
 from mdfuse.ir.writes import (
     by_rows,
     fresh_write,

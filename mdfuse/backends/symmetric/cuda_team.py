@@ -16,7 +16,7 @@ from typing import ClassVar
 from mdfuse.backends.algorithms import Copy, Reduce
 from mdfuse.backends.nccl.cuda_driver import CudaDevice
 from mdfuse.backends.symmetric.cuda_memory import CudaLane
-from mdfuse.backends.symmetric.moves import Move, Put, See, Show, Take
+from mdfuse.backends.symmetric.outbox_moves import Move, Put, See, Show, Take
 from mdfuse.backends.symmetric.post_buffers import Buffers
 from mdfuse.backends.transfers import change
 from mdfuse.layouts.call import Call

@@ -21,7 +21,7 @@ from mdfuse.ir import local_attributes as of_part
 from mdfuse.ir.attributes import attr, word
 from mdfuse.ir.op_table import row
 from mdfuse.ir.out_forms import ANYHOW, DENSE, exact, product, rounded
-from mdfuse.ir.rows.views import WINDOW
+from mdfuse.ir.rows.view_rows import WINDOW
 
 _F = torch.nn.functional
 
