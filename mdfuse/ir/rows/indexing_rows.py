@@ -25,25 +25,13 @@ _MAKING: dict[str, Any] = {
 
 row("index_select", lookups.select, lookups.of_select, lookups.shape_of_select, DENSE,
     **_LOOKUP)  # fmt: skip
-row(
-    "gather",
-    lookups.gather,
-    lookups.of_gather,
-    lookups.shape_of_gather,
-    DENSE,
-    **_LOOKUP,
-)
+row("gather", lookups.gather, lookups.of_gather, lookups.shape_of_gather, DENSE,
+    **_LOOKUP)  # fmt: skip
 row("index_sum", lookups.select_grad, lookups.of_select_grad, lookups.shape_of_made, DENSE,
     attrs=(_DIM, *_MADE), **_MAKING)  # fmt: skip
-row(
-    "scatter_reduce",
-    lookups.scatter,
-    lookups.of_scatter,
-    lookups.shape_of_made,
-    DENSE,
+row("scatter_reduce", lookups.scatter, lookups.of_scatter, lookups.shape_of_made, DENSE,
     attrs=(_DIM, word("reduce", "sum", "prod", "max", "min", required=True), *_MADE),
-    **_MAKING,
-)
+    **_MAKING)  # fmt: skip
 
 
 # -- writes of a few elements ----------------------------------------------------------------------
