@@ -17,9 +17,10 @@ from mdfuse.ir.ops import itself
 from mdfuse.layouts.boxes import nth_chunk, relative
 from mdfuse.layouts.layout import Partial
 from mdfuse.layouts.stream import JOINED
+from mdfuse.names import base_name
 from mdfuse.plan import counted_steps, product_steps
 from mdfuse.plan.allocation import empty, new_buffer
-from mdfuse.plan.context import Context, base_name
+from mdfuse.plan.context import Context
 from mdfuse.plan.lines import Line, SlotRef, drop
 from mdfuse.plan.local_ops import ordered
 

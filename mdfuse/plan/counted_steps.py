@@ -29,8 +29,9 @@ from mdfuse.ir import packed_rows
 from mdfuse.ir.dtype_limits import poison
 from mdfuse.ir.ops import itself
 from mdfuse.layouts.call import Call
+from mdfuse.names import base_name
 from mdfuse.plan.allocation import allocate, empty
-from mdfuse.plan.context import Context, PlanStep, base_name, label
+from mdfuse.plan.context import Context, PlanStep, label
 from mdfuse.plan.lines import Line
 from mdfuse.plan.pending import Pending
 

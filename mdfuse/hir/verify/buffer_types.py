@@ -25,6 +25,7 @@ from mdfuse.hir.verify.result_layouts import (
 from mdfuse.ir.graph import dtype_name
 from mdfuse.layouts.layout import IDEMPOTENT, Layout, Partial, Placement, Replicate, Shard, Varies
 from mdfuse.layouts.narrowing import is_view_of
+from mdfuse.names import base_name
 
 if TYPE_CHECKING:
     from mdfuse.hir.verify.result_types import Types
@@ -274,7 +275,7 @@ def _accumulate(types: Types, i: Instruction, before: BufferType, after: BufferT
         before.dtype.is_floating_point and after.dtype == torch.promote_types(*dtypes)
     ):
         return "parts are added up in their dtype, or in a wider one"
-    buffer, value = (types.program.root(x).partition("@")[0] for x in (*i.outputs, *i.reads))
+    buffer, value = (base_name(types.program.root(x)) for x in (*i.outputs, *i.reads))
     if types.accumulated.setdefault(buffer, value) != value:
         return f"%{types.accumulated[buffer]} is added up in that buffer"
     return None
