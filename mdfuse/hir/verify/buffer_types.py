@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mdfuse.hir.index_terms import axes_of
 from mdfuse.hir.instructions import BUFFER_OPS, INSTRUCTIONS, counts_of
 from mdfuse.hir.program import BufferType, Instruction
 from mdfuse.hir.verify.added_products import adds_to, own_problem, product_problem
 from mdfuse.hir.verify.counts import check_made, posted_problem
 from mdfuse.hir.verify.error_report import wrong
 from mdfuse.hir.verify.kind_layouts import buffer_problem, transition_problem
-from mdfuse.hir.verify.rank_terms import axes_of
 from mdfuse.hir.verify.result_layouts import (
     chunk_of,
     is_alike,
