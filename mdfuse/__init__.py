@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from mdfuse.compiled.program import Program, compile
     from mdfuse.compiled.run import Run
     from mdfuse.compiled.step import Step, recover
-    from mdfuse.compiled.traced import fusion
+    from mdfuse.compiled.traced_functions import fusion
     from mdfuse.compiled.training import RunningStep as RunningStep
     from mdfuse.compiled.training import TrainingStep as TrainingStep
     from mdfuse.evaluator import HostIrEvaluator as HostIrEvaluator
@@ -88,7 +88,7 @@ _LAZY = {
     "differentiable": "mdfuse.compiled.differentiable",
     "from_plan": "mdfuse.frontend.importing.plans",
     "from_torch": "mdfuse.compiled.from_torch",
-    "fusion": "mdfuse.compiled.traced",
+    "fusion": "mdfuse.compiled.traced_functions",
     "generate": "mdfuse.serving.engine",
     "grad": "mdfuse.frontend.grad",
     "init": "mdfuse.runtime.communicator",

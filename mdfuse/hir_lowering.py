@@ -59,7 +59,7 @@ from mdfuse.passes.segment_ids import with_ids
 from mdfuse.passes.segmentation import Section, ShouldMerge, merge_composite, segment
 from mdfuse.passes.sharded import (
     cheap_operands,
-    context,
+    context_parallel,
     keep_splits,
     open_rows,
     share_heads,
@@ -136,10 +136,10 @@ def passes(
         steps.append((name, run))
         if name == share_heads.name:
             # Needs all layouts, and heads as they are stored; the passes behind it see its sets.
-            no_ring = context.LEAVES if options.same_bits else ""
-            no_ring = context.MICROBATCHES if batch is not None else no_ring
-            form = partial(context.run, form=options.context, no_ring=no_ring)
-            steps.append((context.name, form))
+            no_ring = context_parallel.LEAVES if options.same_bits else ""
+            no_ring = context_parallel.MICROBATCHES if batch is not None else no_ring
+            form = partial(context_parallel.run, form=options.context, no_ring=no_ring)
+            steps.append((context_parallel.name, form))
         if name == streams.name and batch is None and options.logits_bytes:
             # Before layouts, which rows as several dims would decide otherwise.
             flat = partial(flat_rows.run, most=options.logits_bytes)

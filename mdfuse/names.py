@@ -31,6 +31,15 @@ def is_value_name(name: object) -> bool:
     return isinstance(name, str) and VALUE.fullmatch(name) is not None
 
 
+def base_name(name: str) -> str:
+    """Return a name as its program has it, without the number of an iteration.
+
+    >>> base_name("h@3"), base_name("h")
+    ('h', 'h')
+    """
+    return name.partition("@")[0]
+
+
 def as_name(text: str, otherwise: str) -> str:
     """The name that is nearest to a text that Python chose, as `<lambda>`.
 

@@ -18,7 +18,7 @@ from mdfuse.config import Options
 from mdfuse.extents.extent import example, is_symbolic, mapped
 from mdfuse.frontend import ops
 from mdfuse.frontend.cache import FusionCache
-from mdfuse.frontend.importing.table import TABLE as IMPORTED
+from mdfuse.frontend.importing.aten_table import TABLE as IMPORTED
 from mdfuse.frontend.vjps import RULES
 from mdfuse.hir import HostProgram
 from mdfuse.hir.verify.check import verify_once

@@ -28,7 +28,7 @@ PAGE = 200
 CIRCLES = {
     frozenset({"hir.program", "hir.text.printer"}),
     frozenset({"layouts.layout", "layouts.picture", "layouts.picture_svg"}),
-    frozenset({"pipelines.picture", "pipelines.timing"}),
+    frozenset({"pipelines.schedule_picture", "pipelines.timing"}),
     frozenset(
         {
             "compiled.leaf_program",

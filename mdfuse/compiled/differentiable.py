@@ -12,7 +12,7 @@ from mdfuse.caching import Cache
 from mdfuse.compiled import overlap
 from mdfuse.compiled.program import Program, compile
 from mdfuse.compiled.segments import segments_of
-from mdfuse.compiled.traced import LIMIT, TracedFunction
+from mdfuse.compiled.traced_functions import LIMIT, TracedFunction
 from mdfuse.config import Options, options_from_environment
 from mdfuse.errors import DefinitionError, ProgramError
 from mdfuse.frontend.definition import FusionDefinition

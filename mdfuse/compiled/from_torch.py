@@ -15,12 +15,12 @@ from mdfuse.frontend import given
 from mdfuse.frontend.importing.activations import Noted, places_of
 from mdfuse.frontend.importing.block_patterns import blocks_of
 from mdfuse.frontend.importing.budget import within
-from mdfuse.frontend.importing.build import Model, constants_of
 from mdfuse.frontend.importing.capture import ExportedModule, capture
 from mdfuse.frontend.importing.fold import Folded, live_nodes
 from mdfuse.frontend.importing.missing_buffers import numbers_of
 from mdfuse.frontend.importing.place import Patterns, Placed
 from mdfuse.frontend.importing.recomputed import recomputed
+from mdfuse.frontend.importing.record_graph import Model, constants_of
 from mdfuse.frontend.importing.staged import given_meshes, in_stages, patterns_by_mesh
 from mdfuse.frontend.importing.unknown_ops import check_known
 from mdfuse.interpreter.garbage import no_collection

@@ -22,11 +22,11 @@ from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.importing import load as loading
 from mdfuse.frontend.importing import save as saving
-from mdfuse.frontend.importing.build import Model, record
 from mdfuse.frontend.importing.called import called
 from mdfuse.frontend.importing.gathers import warnings_of
 from mdfuse.frontend.importing.import_report import of_rows, report
 from mdfuse.frontend.importing.place import Patterns, nearest
+from mdfuse.frontend.importing.record_graph import Model, record
 from mdfuse.frontend.importing.step_batches import microbatches_of
 from mdfuse.frontend.importing.train import Optimizer, define_step
 from mdfuse.frontend.spec import TensorSpec

@@ -1,6 +1,6 @@
 """Choose by costs which communications are hidden behind products, and in how many chunks.
 
-The passes know the forms (`mdfuse.passes.overlap`), a timeline predicts the time of each; here the
+`mdfuse.passes.collective_matmul` knows the forms, a timeline predicts the time of each; here the
 times are compared. The chosen form is never slower than the plain program, by the same table. A
 candidate whose time cannot be predicted is left out, and `explain` says why: the program is right
 without it.
@@ -21,8 +21,8 @@ from mdfuse.hir.passes import hoist_posts
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.rank.pipelines import project
 from mdfuse.ir.graph import Fusion
-from mdfuse.passes import overlap
-from mdfuse.passes.overlap import Form, OverlapWindow
+from mdfuse.passes import collective_matmul
+from mdfuse.passes.collective_matmul import Form, OverlapWindow
 from mdfuse.passes.segment_ids import with_ids
 from mdfuse.passes.segmentation import Section, ShouldMerge
 from mdfuse.seeing.costs import H100, Costs
@@ -175,10 +175,10 @@ class _Chooser:
         return predicted
 
     def choice(self, window: OverlapWindow) -> Choice:
-        fusion = overlap.alone(self.fusion, window)
-        key = overlap.likeness(fusion)
+        fusion = collective_matmul.alone(self.fusion, window)
+        key = collective_matmul.likeness(fusion)
         if key not in self.known:
-            self.known[key] = self._decided(window, fusion, overlap.forms(fusion, window))
+            self.known[key] = self._decided(window, fusion, collective_matmul.forms(fusion, window))
         return replace(self.known[key], window=window)
 
     def _decided(
@@ -205,7 +205,7 @@ class _Chooser:
 
     def choices(self) -> list[Choice]:
         """Return the decision on each window; among those that share work the best go first."""
-        choices = {w: self.choice(w) for w in overlap.windows(self.fusion)}
+        choices = {w: self.choice(w) for w in collective_matmul.windows(self.fusion)}
         choices = {w: c for w, c in choices.items() if c.times}
         parts = {w: sum(choices[p].gain for p in w.parts if p in choices) for w in choices}
         best = [c for w, c in choices.items() if not w.parts or c.gain > parts[w]]
@@ -302,10 +302,10 @@ def _streamed(fusion: Fusion, chosen: Mapping[OverlapWindow, Form]) -> Fusion:
     """Return a fusion with windows in loops; the first one among those that exclude each other."""
     if not chosen:
         return fusion
-    if (streamed := overlap.apply(fusion, chosen)) is not None:
+    if (streamed := collective_matmul.apply(fusion, chosen)) is not None:
         return streamed
     for window, form in chosen.items():
-        fusion = overlap.apply(fusion, {window: form}) or fusion
+        fusion = collective_matmul.apply(fusion, {window: form}) or fusion
     return fusion
 
 
@@ -408,7 +408,7 @@ def _ms(seconds: float) -> str:
 def _nothing(fusion: Fusion) -> Iterator[str]:
     """Yield why no window was tried."""
     streamed = {x for x, v in fusion.values.items() if v.stream is not None}
-    if not streamed <= overlap.looped_apart(fusion):
+    if not streamed <= collective_matmul.looped_apart(fusion):
         yield "left as it is: it has a Stream of its own"
     else:
         yield "no product stands beside a communication that could be cut with it"

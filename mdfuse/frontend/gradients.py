@@ -23,7 +23,7 @@ from mdfuse.frontend.ops import recording
 from mdfuse.frontend.ragged_operands import masked
 from mdfuse.frontend.sites import Derived, Site
 from mdfuse.frontend.vjps import COMPLEX, NO_GRADIENT, RULES, STEPS
-from mdfuse.frontend.vjps.windows import Part, Window, joined
+from mdfuse.frontend.vjps.slice_cotangents import Part, Window, joined
 from mdfuse.ir.again import Recomputation
 from mdfuse.ir.graph import Expr, Like, Operand, Value
 from mdfuse.layouts.layout import Shard

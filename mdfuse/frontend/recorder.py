@@ -14,9 +14,9 @@ from mdfuse.extents.assumptions import Assumptions, assuming
 from mdfuse.extents.extent import Extent, pinned
 from mdfuse.frontend import gradients, ragged_operands
 from mdfuse.frontend import sharding_constraints as constraints
+from mdfuse.frontend.argument_kinds import kind_of, no_value
 from mdfuse.frontend.cache import Fact, Recorded, Symbolic
 from mdfuse.frontend.handle import ValueId
-from mdfuse.frontend.kinds import kind_of, no_value
 from mdfuse.frontend.plain import brief, is_in_range, plain_number
 from mdfuse.frontend.recomputed_values import RecomputedValues
 from mdfuse.frontend.settings import check_setting, settings_of
@@ -25,8 +25,8 @@ from mdfuse.frontend.stride_order import dims_of, no_permutation, stride_order_o
 from mdfuse.frontend.symbols import Symbols
 from mdfuse.ir.graph import DTYPE_NAMES, Expr, Fusion, Like, Names, Operand, Value, value_text
 from mdfuse.ir.infer import inferred, scalar_sample
-from mdfuse.ir.numbers import as_number, scalar_call
 from mdfuse.ir.ops import TABLE
+from mdfuse.ir.scalars import as_number, scalar_call
 from mdfuse.layouts.layout import Layout
 from mdfuse.layouts.stream import Stream
 from mdfuse.mesh import DeviceMesh

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from mdfuse.errors import DefinitionError, counted
 from mdfuse.frontend import ops
+from mdfuse.frontend.argument_kinds import no_value
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.importing.table import TABLE as IMPORTED
-from mdfuse.frontend.kinds import no_value
+from mdfuse.frontend.importing.aten_table import TABLE as IMPORTED
 from mdfuse.frontend.ops.recording import Operation, definition_of, shown
 from mdfuse.frontend.plain import brief
 from mdfuse.frontend.settings import frozen

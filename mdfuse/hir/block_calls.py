@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from mdfuse.hir.index_terms import index_names
 from mdfuse.hir.instructions import POSTS
-from mdfuse.hir.loop_indices import index_names
 from mdfuse.hir.program import HostProgram, Instruction
 
 

@@ -15,17 +15,14 @@ def copies(program: HostProgram) -> Iterator[str]:
     code = [*program.walk()] if program.aliases else []
     shared = storage(program) if program.aliases else {}
     for output, buffer in program.aliases.items():
-        at = next((n for n, i in enumerate(code) if _is_copy(i, output)), None)
+        places = (n for n, i in enumerate(code) if i.op == "set" and i.outputs == (output,))
+        at = next(places, None)
         if at is not None:
             new = code[at].reads[0]
             size = nbytes_held(program, program.types[output])
             where = f" ({code[at].source})" if code[at].source else ""
             yield f"copies {size} bytes into %{buffer}: %{output} is computed elsewhere{where}"
             yield f"  because {_reason(code, new, buffer, at, shared)}"
-
-
-def _is_copy(i: Instruction, output: str) -> bool:
-    return i.op == "set" and i.outputs == (output,)
 
 
 def _reason(code: list[Instruction], new: str, buffer: str, at: int, shared: dict[str, str]) -> str:

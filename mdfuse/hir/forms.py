@@ -17,10 +17,10 @@ from mdfuse.errors import ProgramError, counted, near
 from mdfuse.extents.expressions import DEEPEST, LARGEST, Calc, Index, Term, terms
 from mdfuse.hir.instructions import BUFFER_OPS, INSTRUCTIONS, Row, op_of, row_of
 from mdfuse.ir.attributes import Attr, is_permutation
-from mdfuse.ir.extremes import is_number_of
+from mdfuse.ir.dtype_limits import is_number_of
 from mdfuse.ir.graph import attr_text, dtype_name
 from mdfuse.ir.ops import TABLE
-from mdfuse.names import RULE, is_name, is_value_name
+from mdfuse.names import RULE, base_name, is_name, is_value_name
 
 if TYPE_CHECKING:
     from mdfuse.hir.program import BufferType, HostProgram, Instruction
@@ -241,7 +241,7 @@ def _of_parts(i: Instruction, row: Row) -> Problem | None:
 @lru_cache(1 << 15)
 def _is_of_value(name: str) -> bool:
     """Return whether a value may have a name; the number of an iteration follows an @."""
-    return is_value_name(name.partition("@")[0])
+    return is_value_name(base_name(name))
 
 
 # -- operands ------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from mdfuse.hir.instructions import BLOCKS
 from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.names import base_name
 
 
 class HostValues:
@@ -29,24 +30,24 @@ class HostValues:
     def why_eager(self, i: Instruction) -> str | None:
         """Return why an instruction cannot be captured; None where it can."""
         if i.op == "alloc" and i.kwargs.get("memory", "device") in ("host", "pinned"):
-            reason = f"%{_plain(i.outputs[0])}, which lies in host memory"
+            reason = f"%{base_name(i.outputs[0])}, which lies in host memory"
             self.known[i.outputs[0]] = reason
             return f"it allocates {reason}"
         if i.op == "free":
             return None
         if i.op == "fetch":
-            self.known[i.outputs[0]] = f"%{_plain(i.outputs[0])}, which the host waits for"
+            self.known[i.outputs[0]] = f"%{base_name(i.outputs[0])}, which the host waits for"
             return f"it fetches {self.known[i.outputs[0]]}"
         counted = (n for n in (*i.reads, *i.outputs) if self._is_counted(n))
         for name in counted:
-            return f"it has rows of %{_plain(name)}, as many as a run counts"
+            return f"it has rows of %{base_name(name)}, as many as a run counts"
         names = map(self._root, (*i.reads, *i.outputs))
         read = next((self.known[n] for n in names if n in self.known), None)
         if read is None:
             return None
         for name in i.outputs:
             if self._is_number(name):
-                self.known[name] = f"%{_plain(name)}, computed from {read}"
+                self.known[name] = f"%{base_name(name)}, computed from {read}"
         return f"it uses {read}"
 
     def _root(self, name: str) -> str:
@@ -70,7 +71,3 @@ def eager(program: HostProgram) -> Iterator[tuple[Instruction, str]]:
         why = values.why_eager(i)
         if why is not None:
             yield i, why
-
-
-def _plain(name: str) -> str:
-    return name.split("@")[0]

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from mdfuse.ir.few_rows import has_triton, power_of_two
 
 #: The most elements of a mask that is made of numbers.
 _MASK = 1 << 24
@@ -49,18 +50,13 @@ def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
     Args:
         q, k, v: […,rows,features]
     """
-    if q.device.type != "cuda" or q.ndim < 3 or not _has_triton():
+    if q.device.type != "cuda" or q.ndim < 3 or not has_triton():
         return False
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         return False
     is_few = max(q.shape[-3], math.prod(q.shape[:-3])) <= _HEADS
     is_there = 0 not in (*q.shape, *k.shape, *v.shape)
     return is_few and is_there and has_kernels(q.dtype, q.shape[-1], v.shape[-1])
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
 
 
 def attend(
@@ -206,7 +202,7 @@ def _blocks(q: Tensor, v: Tensor, kernel: str) -> dict[str, int]:
 
     A tensor core of an H100 computes 64 rows at once: of keys where these get gradients.
     """
-    wide = _power(max(q.shape[-1], v.shape[-1])) * q.element_size()  # bytes of a row
+    wide = power_of_two(max(q.shape[-1], v.shape[-1])) * q.element_size()  # bytes of a row
     rows, keys = (64, 64) if wide <= 256 else (64, 32)
     if kernel == "attend" and wide <= 256:
         rows = 128
@@ -219,14 +215,9 @@ def _blocks(q: Tensor, v: Tensor, kernel: str) -> dict[str, int]:
 def _how(q: Tensor, v: Tensor, shift: int | None, window: int | None) -> dict[str, Any]:
     return {
         "IS_CAUSAL": shift is not None, "HAS_WINDOW": window is not None, "MANY": _MANY,
-        "E": _power(q.shape[-1]), "F": _power(v.shape[-1]),
+        "E": power_of_two(q.shape[-1]), "F": power_of_two(v.shape[-1]),
         "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
     }  # fmt: skip
-
-
-def _power(n: int) -> int:
-    """The next power of two, at least the 16 that a tile has."""
-    return max(1 << (n - 1).bit_length(), 16)
 
 
 @cache

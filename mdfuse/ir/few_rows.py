@@ -44,7 +44,7 @@ def fits(
     if q.device.type != "cuda" or is_causal or any(x.ndim != 4 for x in operands):
         return False
     sizes = [n for x in operands for n in x.shape]
-    if not all(type(n) is int and n > 0 for n in sizes) or not _has_triton():
+    if not all(type(n) is int and n > 0 for n in sizes) or not has_triton():
         return False
     if torch.is_grad_enabled() and any(x.requires_grad for x in operands):
         return False
@@ -88,7 +88,8 @@ def as_heads(q: Tensor) -> Tensor:
 
 
 @cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Return whether kernels can be compiled here."""
     return find_spec("triton") is not None
 
 
@@ -123,13 +124,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
             -(-n // (block * parts)) * block, *q.stride(), *k.stride(), *v.stride(),
             *_strides(mask, (batch, heads, rows, n)),
             HAS_MASK=mask is not None, IS_WHOLE=parts == 1, ROWS=ROWS, BLOCK=block,
-            E=_power(q.shape[3]), F=_power(f),
+            E=power_of_two(q.shape[3]), F=power_of_two(f),
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         )  # fmt: skip
         if parts > 1:
             kernels.join[batch * heads, rows](
                 joined, sums, out, heads, heads // shared, rows, parts, f,
-                ROWS=ROWS, PARTS=_power(parts), F=_power(f),
+                ROWS=ROWS, PARTS=power_of_two(parts), F=power_of_two(f),
             )  # fmt: skip
     return out
 
@@ -152,7 +153,7 @@ def _strides(mask: Tensor | None, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (0, 0, 0, 0) if mask is None else tuple(mask.expand(shape).stride())
 
 
-def _power(n: int) -> int:
+def power_of_two(n: int) -> int:
     """The next power of two, at least the 16 that a tile has."""
     return max(1 << (n - 1).bit_length(), 16)
 

@@ -7,19 +7,20 @@ from mdfuse.ir.op_table import TABLE as TABLE
 from mdfuse.ir.op_table import Op as Op
 from mdfuse.ir.op_table import local_attrs as local_attrs
 from mdfuse.ir.rows import (
-    composite,
-    creations,
-    indexing,
-    linear_algebra,
-    pointwise,
-    ragged,
-    reductions,
-    spatial,
-    views,
+    creation_rows,
+    indexing_rows,
+    linear_algebra_rows,
+    neural_rows,
+    pointwise_rows,
+    ragged_rows,
+    reduction_rows,
+    spatial_rows,
+    view_rows,
 )
-from mdfuse.ir.rows.views import itself as itself
+from mdfuse.ir.rows.view_rows import itself as itself
 
 #: The modules that fill `TABLE` when they are imported.
 FAMILIES = (
-    views, pointwise, reductions, composite, indexing, spatial, linear_algebra, creations, ragged,
+    view_rows, pointwise_rows, reduction_rows, neural_rows, indexing_rows, spatial_rows,
+    linear_algebra_rows, creation_rows, ragged_rows,
 )  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mdfuse.ir.dims import DimMap, Shape, Shapes
-from mdfuse.ir.extremes import lowest
+from mdfuse.ir.dtype_limits import lowest
 from mdfuse.ir.local_attributes import ExprPart
 from mdfuse.ir.windows import Attrs, around_of, labels_of_places, local_rows, reaches_of, with_rows
 from mdfuse.layouts.boxes import Interval, box_shape

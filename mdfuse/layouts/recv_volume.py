@@ -28,11 +28,6 @@ _FEW = 64
 _Coordinates = dict[str, Any]
 
 
-def worst_lack(source: Layout, destination: Layout, shape: tuple[int, ...], copies: int = 0) -> int:
-    """Return the largest receive volume of a rank, in elements; see `lacks`."""
-    return lacks(source, destination, shape, copies)[0]
-
-
 def lacks(
     source: Layout, destination: Layout, shape: tuple[int, ...], copies: int = 0
 ) -> tuple[int, int]:
@@ -209,7 +204,7 @@ def is_lacking(source: Layout, destination: Layout, shape: tuple[int, ...]) -> b
         return True
     if is_special(source, destination, shape):
         return any(_one_by_one(source, destination, shape))
-    return worst_lack(source, destination, shape) > 0
+    return lacks(source, destination, shape)[0] > 0
 
 
 def rows_at(layout: Layout, dim: int, extent: int, at: _Coordinates) -> ManyRows:

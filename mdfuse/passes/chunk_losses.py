@@ -24,7 +24,7 @@ from functools import cached_property
 
 from networkx.utils import UnionFind
 
-from mdfuse.ir.dims import DimMap, reduced_dims
+from mdfuse.ir.dims import reduced_dims
 from mdfuse.ir.graph import Expr, Fusion, Value
 from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.stream import JOINED, Stream
@@ -231,14 +231,10 @@ class Head:
             yield f"because %{x} has a stream of its own"
         elif not self.dims(x) and not self.region.isdisjoint(readers):
             yield f"because a gradient of logits needs %{x}{line}, of which all rows are part"
-        elif not self.dims(x) and not _is_joined(labels, label):
+        elif not self.dims(x) and not (label is not None and labels.reduces.get(label) in JOINED):
             yield f"because {expr.op}{line} needs all rows"
         elif expr.op == "set" and not microbatches.is_cut(fusion, expr, values[x]):
             yield f"because the ranks bring %{x}{line} together as a whole"
-
-
-def _is_joined(labels: DimMap, label: int | None) -> bool:
-    return label is not None and labels.reduces.get(label) in JOINED
 
 
 def heads(fusion: Fusion, most: int = 0) -> Iterator[Head]:

@@ -55,7 +55,7 @@ def _before(fusion: Fusion, at: str, values: dict[str, Value]) -> Iterator[Value
         if (
             producer is not None
             and _is_free(producer, values)
-            and _reads_chunks(producer, value, values)
+            and any(s is not None for s in _read(producer, value, values))
         ):
             yield value
 
@@ -80,10 +80,6 @@ def _is_free(expr: Expr, values: dict[str, Value]) -> bool:
         return False
     value = values[expr.output]
     return value.is_tensor and value.stream is None
-
-
-def _reads_chunks(expr: Expr, value: Value, values: dict[str, Value]) -> bool:
-    return any(s is not None for s in _read(expr, value, values))
 
 
 def _read(expr: Expr, value: Value, values: dict[str, Value]) -> tuple[Stream | None, ...]:

@@ -93,13 +93,13 @@ class Timing:
         return tuple(_live([s.action for s in lane]) for lane in self.lanes)
 
     def __str__(self) -> str:
-        from mdfuse.pipelines.picture import text
+        from mdfuse.pipelines.schedule_picture import text
 
         return text(self)
 
     def svg(self) -> str:
         """Return the picture as an SVG element, in the colours of a light or a dark page."""
-        from mdfuse.pipelines.picture import svg
+        from mdfuse.pipelines.schedule_picture import svg
 
         return svg(self)
 

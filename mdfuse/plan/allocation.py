@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mdfuse.backends.symmetric.heap import symmetric_empty
 from mdfuse.hir.program import Instruction
-from mdfuse.ir.extremes import poison
+from mdfuse.ir.dtype_limits import poison
 from mdfuse.ir.infer import dense_strides
 from mdfuse.ir.ops import itself
 from mdfuse.plan.context import Context

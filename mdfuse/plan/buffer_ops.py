@@ -12,14 +12,15 @@ from mdfuse.errors import ProgramError
 from mdfuse.hir.instructions import INSTRUCTIONS, PURE_VIEWS
 from mdfuse.hir.program import Instruction
 from mdfuse.ir import attention
-from mdfuse.ir.extremes import neutral
+from mdfuse.ir.dtype_limits import neutral
 from mdfuse.ir.ops import itself
 from mdfuse.layouts.boxes import nth_chunk, relative
 from mdfuse.layouts.layout import Partial
 from mdfuse.layouts.stream import JOINED
+from mdfuse.names import base_name
 from mdfuse.plan import counted_steps, product_steps
 from mdfuse.plan.allocation import empty, new_buffer
-from mdfuse.plan.context import Context, base_name
+from mdfuse.plan.context import Context
 from mdfuse.plan.lines import Line, SlotRef, drop
 from mdfuse.plan.local_ops import ordered
 

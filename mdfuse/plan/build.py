@@ -24,12 +24,12 @@ from mdfuse.hir.rank.pipelines import as_run
 from mdfuse.interpreter.garbage import no_collection
 from mdfuse.layouts.call import Call
 from mdfuse.plan.arena import Arena, arena
+from mdfuse.plan.build_steps import Builder
 from mdfuse.plan.context import CALLER_SLOT, Context, Fuse, PlanStep
 from mdfuse.plan.index_checks import IndexChecks
 from mdfuse.plan.lines import Function, Line, SlotRef, Slots, Stamping, write
 from mdfuse.plan.owned_memory import Owned, in_place, owned_by_plan
 from mdfuse.plan.posting import Posts
-from mdfuse.plan.steps import Builder
 from mdfuse.runtime.watch.plan_position import RunCount, register
 
 __all__ = ["Context", "Plan", "PlanStep", "build"]

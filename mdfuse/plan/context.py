@@ -16,6 +16,7 @@ from mdfuse.hir.uncapturable import HostValues
 from mdfuse.ir.infer import dense_strides
 from mdfuse.layouts.boxes import Box
 from mdfuse.layouts.call import Call
+from mdfuse.names import base_name
 from mdfuse.plan.lines import Line, SlotRef, Slots
 from mdfuse.plan.numbered_streams import CALLER
 
@@ -240,11 +241,6 @@ class Context:
     def where(self, i: Instruction) -> list[str]:
         """Return the user's line of an instruction, for error messages."""
         return [i.source.quote()] if i.source else []
-
-
-def base_name(name: str) -> str:
-    """Return a name as the program has it, without the number of the iteration."""
-    return name.split("@")[0]
 
 
 def described(i: Instruction) -> str:

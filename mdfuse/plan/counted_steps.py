@@ -26,11 +26,12 @@ from mdfuse.errors import CommunicationError, CountsError, ProgramError
 from mdfuse.hir.counted_rows import Cell, blocks_of, cell_of, cells_of, moves, row_size
 from mdfuse.hir.program import Instruction
 from mdfuse.ir import packed_rows
-from mdfuse.ir.extremes import poison
+from mdfuse.ir.dtype_limits import poison
 from mdfuse.ir.ops import itself
 from mdfuse.layouts.call import Call
+from mdfuse.names import base_name
 from mdfuse.plan.allocation import allocate, empty
-from mdfuse.plan.context import Context, PlanStep, base_name, label
+from mdfuse.plan.context import Context, PlanStep, label
 from mdfuse.plan.lines import Line
 from mdfuse.plan.pending import Pending
 

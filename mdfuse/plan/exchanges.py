@@ -20,7 +20,8 @@ from mdfuse.hir.program import Instruction
 from mdfuse.hir.rank.localize import transfer_team
 from mdfuse.ir.ops import itself
 from mdfuse.layouts.call import Call
-from mdfuse.plan.context import Context, PlanStep, base_name, label
+from mdfuse.names import base_name
+from mdfuse.plan.context import Context, PlanStep, label
 from mdfuse.plan.lines import Line, SlotRef, drop
 from mdfuse.plan.pending import Pending, halves, landing, nothing_posted
 

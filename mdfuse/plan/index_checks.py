@@ -16,9 +16,10 @@ from torch import Tensor
 
 from mdfuse.errors import IndexRangeError
 from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.ir.element_writes import NOWHERE
 from mdfuse.ir.ops import TABLE
-from mdfuse.ir.updates import NOWHERE
-from mdfuse.plan.context import Context, base_name, described
+from mdfuse.names import base_name
+from mdfuse.plan.context import Context, described
 from mdfuse.plan.lines import Line, SlotRef, drop
 
 

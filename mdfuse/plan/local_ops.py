@@ -20,8 +20,8 @@ from mdfuse.hir.program import Instruction
 from mdfuse.ir import ops
 from mdfuse.ir.graph import Operand
 from mdfuse.ir.infer import dense_strides
-from mdfuse.ir.numbers import scalar_call
 from mdfuse.ir.out_forms import Write
+from mdfuse.ir.scalars import scalar_call
 from mdfuse.ir.writes import (
     by_rows,
     fresh_write,
@@ -286,17 +286,13 @@ def _lies_so(shape: tuple[int, ...], actual: tuple[int, ...], strides: tuple[int
     return all(n <= 1 or s == t for n, s, t in zip(shape, actual, strides, strict=True))
 
 
-def _copied(x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-    return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device).copy_(x)
-
-
 def _in_order(x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
     """Return the tensor itself where it has these strides, else a copy that has."""
     if x.stride() == strides:
         return x
     if _lies_so(shape, x.stride(), strides):
         return x.as_strided(shape, strides)
-    return _copied(x, shape, strides)
+    return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device).copy_(x)
 
 
 # -- numbers -------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from mdfuse.errors import CommunicationError
 from mdfuse.hir.instructions import TRANSFERS, counts_of
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.rank.localize import transfer_team
-from mdfuse.layouts.boxes import Box, nth_chunk
+from mdfuse.layouts.boxes import index_of, nth_chunk
 from mdfuse.layouts.call import Call
 from mdfuse.layouts.kinds import POINT_TO_POINT, blocks_of
 from mdfuse.layouts.rank_part import RankPart
@@ -355,15 +355,11 @@ def _not_dense(described: str, buffer: Tensor) -> CommunicationError:
 # -- point-to-point ------------------------------------------------------------------------------
 
 
-def _index(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in box)
-
-
 def _copy_pieces(part: RankPart, source: Tensor | None, destination: Tensor | None) -> None:
     """Copy the boxes that stay on this rank from the source to the destination."""
     for before, after in part.copies:
         assert source is not None and destination is not None
-        destination[_index(after)] = source[_index(before)]
+        destination[index_of(after)] = source[index_of(before)]
 
 
 def _posted_pieces(comm: Communication, ends: _Ends) -> _Post:
@@ -378,9 +374,10 @@ def _post_terms(ends: _Ends, op: str) -> _Post:
     The terms of a box lie in rows, so that they are reduced once, all together, in order.
     """
     part = ends.part
-    outgoing, local = (tuple(map(_index, x)) for x in (part.sends, [box for box, _ in part.copies]))
+    copied = [box for box, _ in part.copies]
+    outgoing, local = (tuple(map(index_of, x)) for x in (part.sends, copied))
     boxes = [part.recvs[i] if i >= 0 else part.copies[-1 - i][1] for i, *_ in part.terms]
-    into = [_index(box) for box in boxes]
+    into = [index_of(box) for box in boxes]
 
     def post(source: Tensor | None, destination: Tensor | None) -> Pending:
         srcs = [source[index].contiguous() for index in outgoing]  # type: ignore[index]
@@ -401,8 +398,8 @@ def _post_terms(ends: _Ends, op: str) -> _Post:
 
 def _post_pieces(ends: _Ends) -> _Post:
     """Return the function that sends boxes of the source and receives boxes of the destination."""
-    outgoing = tuple(map(_index, ends.part.sends))
-    incoming = tuple(map(_index, ends.part.recvs))
+    outgoing = tuple(map(index_of, ends.part.sends))
+    incoming = tuple(map(index_of, ends.part.recvs))
 
     def post(source: Tensor | None, destination: Tensor | None) -> Pending:
         _copy_pieces(ends.part, source, destination)

@@ -13,7 +13,7 @@ from mdfuse.errors import ProgramError, counted, listed
 from mdfuse.hir.orders import Order
 from mdfuse.hir.program import BufferType, HostProgram
 from mdfuse.ir.infer import dense_strides
-from mdfuse.ir.numbers import as_number
+from mdfuse.ir.scalars import as_number
 from mdfuse.ir.tensors import are_writable, is_lazy, no_gradient, overlaps_itself, why_not
 from mdfuse.plan.signature import span
 

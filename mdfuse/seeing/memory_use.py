@@ -16,6 +16,7 @@ from mdfuse.hir.analysis.dataflow import shared_operand
 from mdfuse.hir.orders import Dims, seen_through
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.rank.pipelines import as_run
+from mdfuse.names import base_name
 from mdfuse.seeing.amounts import buffer_bytes
 
 
@@ -154,7 +155,7 @@ class _Live:
 
     def end(self, of: str, n: int) -> None:
         first, is_input = self.born.pop(of)
-        name, size = of.split("@")[0], self.bytes(of)
+        name, size = base_name(of), self.bytes(of)
         self.lives.append(Life(name=name, nbytes=size, first=first, last=n, is_input=is_input))
 
     def run(self, n: int, i: Instruction) -> None:
@@ -202,7 +203,7 @@ def _seen(i: Instruction, lies: Dims | None, program: HostProgram) -> Dims | Non
     if i.op == "permute":
         return seen_through(i, lies)
     if i.op in ("set", "own", "pad", "unexpand") or (
-        i.op == "expand" and _ndim(i, program) == len(lies)
+        i.op == "expand" and len(program.types[i.outputs[0]].local_shape(program.rank)) == len(lies)
     ):
         return lies
     shapes = [program.types[x].local_shape(program.rank) for x in (i.reads[0], i.outputs[0])]
@@ -212,7 +213,3 @@ def _seen(i: Instruction, lies: Dims | None, program: HostProgram) -> Dims | Non
         is_run = len(shapes[0]) == len(shapes[1]) and inner in ([], [*lies[:1]])
         return lies if is_run else None
     return tuple(range(len(shapes[1]))) if lies == rows else None
-
-
-def _ndim(i: Instruction, program: HostProgram) -> int:
-    return len(program.types[i.outputs[0]].local_shape(program.rank))

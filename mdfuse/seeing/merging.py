@@ -48,7 +48,7 @@ def merge(paths: Sequence[str | Path], out: str | Path) -> int:
     starts += [c.begin_ns for c in loaded if c.begin_ns is not None]
     base = min(starts, default=0)
     rows: list[Record] = []
-    titles = _titles([_folder(job) for job in jobs]) if len(jobs) > 1 else [None]
+    titles = _titles([job[min(job)].resolve().parent for job in jobs]) if len(jobs) > 1 else [None]
     for n, (events, title) in enumerate(zip(events_of, titles, strict=False)):
         rows += _apart(records(events, base_ns=base), n, title)
     names = _titles([c.path for c in loaded])
@@ -92,10 +92,6 @@ def _jobs(paths: Sequence[Path]) -> tuple[list[dict[int, Path]], _Writers]:
         else:
             job.update(files)
     return jobs, writers
-
-
-def _folder(job: Mapping[int, Path]) -> Path:
-    return job[min(job)].resolve().parent
 
 
 # -- other traces ----------------------------------------------------------------------------------

@@ -148,15 +148,11 @@ def _moved(c: Communication, rank: int) -> Hashable:
         if rank not in c.source.mesh:
             return None
         return tuple(x.local_shape(c.shape, rank) for x in (c.source, c.destination))
-    return c.bytes_received(rank), _is_root(c, rank)
+    return c.bytes_received(rank), (KINDS[c.kind].has_root and c.root(rank) == rank)
 
 
 def _is_in(kind: BufferType, rank: int) -> bool:
     return kind.layout is not None and rank in kind.layout.mesh
-
-
-def _is_root(c: Communication, rank: int) -> bool:
-    return KINDS[c.kind].has_root and c.root(rank) == rank
 
 
 def _turns(c: Communication) -> bool:

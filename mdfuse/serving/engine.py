@@ -18,9 +18,9 @@ from mdfuse.mesh import DeviceMesh, as_mesh
 from mdfuse.runtime.communicator import Communicator, init
 from mdfuse.serving.cache_layouts import placed
 from mdfuse.serving.decoder import cache_types
+from mdfuse.serving.engine_programs import Arrival, Programs
 from mdfuse.serving.front import Front, Message
 from mdfuse.serving.models import model_of
-from mdfuse.serving.programs import Arrival, Programs
 from mdfuse.serving.requests import Continuation, Request, request_of
 from mdfuse.serving.rotation import check_context, longest
 from mdfuse.serving.shape import StepShape

@@ -13,8 +13,8 @@ from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.ir.calls import in_order
 from mdfuse.ir.graph import Fusion
 from mdfuse.ir.infer import as_results
-from mdfuse.ir.numbers import as_number, scalar_call
 from mdfuse.ir.ops import TABLE
+from mdfuse.ir.scalars import as_number, scalar_call
 from mdfuse.ir.symbolic import with_known_extents
 from mdfuse.ir.tensors import resolved
 from mdfuse.runs.arguments import check_global

@@ -29,7 +29,16 @@ from mdfuse.backends.symmetric.cuda_sites import Sited, Sites, numbering
 from mdfuse.backends.symmetric.cuda_sums import AddUp
 from mdfuse.backends.symmetric.cuda_team import CudaOutbox, CudaTeam, CudaWork, Half, LaneOrder
 from mdfuse.backends.symmetric.host_memory import Card, Process, this_process
-from mdfuse.backends.symmetric.moves import TURNS, Put, Shape, Show, Take, kind_of, moves, pieces
+from mdfuse.backends.symmetric.outbox_moves import (
+    TURNS,
+    Put,
+    Shape,
+    Show,
+    Take,
+    kind_of,
+    moves,
+    pieces,
+)
 from mdfuse.backends.symmetric.post_buffers import Buffers
 from mdfuse.backends.symmetric.symmetric_backend import SymmetricBackend, SymmetricPoster
 from mdfuse.backends.teams import team_key

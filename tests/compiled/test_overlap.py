@@ -21,8 +21,8 @@ import mdfuse as mf
 from mdfuse import DeviceMesh, Options, ProgramError, Shard, Stream, hir_lowering
 from mdfuse.compiled.overlap import Lowered, _timeline, choose, find
 from mdfuse.hir.program import HostProgram
-from mdfuse.passes import overlap
-from mdfuse.passes.overlap import Form
+from mdfuse.passes import collective_matmul
+from mdfuse.passes.collective_matmul import Form
 from mdfuse.passes.segment_ids import with_ids
 from mdfuse.seeing import H100, Costs, Link, LinkKey
 from mdfuse.seeing.named_tables import named
@@ -41,9 +41,9 @@ PLAIN = Options(overlap="never")
 def lowered(name: str) -> tuple[HostProgram, dict[Form, HostProgram]]:
     """The host programs of a program's last window: one after the other, and in each form."""
     fusion = prepared(CASES[name], LINE, 64)
-    window = overlap.windows(fusion)[-1]
-    alone = overlap.alone(fusion, window)
-    forms = overlap.forms(alone, window)
+    window = collective_matmul.windows(fusion)[-1]
+    alone = collective_matmul.alone(fusion, window)
+    forms = collective_matmul.forms(alone, window)
     return program(alone).host, {f: program(x).host for f, x in forms.items()}
 
 
@@ -128,14 +128,17 @@ def every_way(name: str, mesh: DeviceMesh, rows: int) -> tuple[Lowered, list[Hos
     """A program as it is, and with each choice of forms for windows that share no value."""
     plain = hir_lowering.lower(CASES[name].definition(mesh, rows).fusion)
     fusion, hosts = plain[0], [plain[-1]]
-    forms = {w: [*overlap.forms(overlap.alone(fusion, w), w)] for w in overlap.windows(fusion)}
+    forms = {
+        w: [*collective_matmul.forms(collective_matmul.alone(fusion, w), w)]
+        for w in collective_matmul.windows(fusion)
+    }
     for count in range(1, len(forms) + 1):
         for chosen in combinations(forms, count):
             values = [v for w in chosen for v in w.values]
             if len({*values}) < len(values):
                 continue
             for ways in product(*map(forms.__getitem__, chosen)):
-                found = overlap.apply(fusion, dict(zip(chosen, ways, strict=True)))
+                found = collective_matmul.apply(fusion, dict(zip(chosen, ways, strict=True)))
                 if found is not None:
                     hosts.append(hir_lowering.lower_prepared(with_ids(found))[1])
     return plain, hosts

@@ -15,7 +15,7 @@ import torch
 import mdfuse as mf
 from mdfuse import DeviceMesh, Options, Partial, Shard, hir
 from mdfuse.hir.rank.pipelines import project
-from mdfuse.ir.numbers import as_number
+from mdfuse.ir.scalars import as_number
 
 ONE = DeviceMesh.arange(x=1)
 TWO = DeviceMesh.arange(x=2)

@@ -74,7 +74,7 @@ def page(text: str) -> str:
         "Parts": (ops.parts, ops.joining),
         "Triangles, diagonals, classes": (ops.masks,),
         "By tensors of indices": (ops.lookups, ops.updates),
-        "Products": (ops.products, ops.ragged, ops.einsums, ops.matrices, ops.distances),
+        "Products": (ops.products, ops.expert_rows, ops.einsums, ops.matrices, ops.distances),
         "Neural networks": (ops.neural, ops.norms, ops.cells),
         "Losses": (ops.losses,),
         "Convolutions and images": (ops.convolutions, ops.resampling),

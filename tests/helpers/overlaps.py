@@ -15,8 +15,8 @@ from mdfuse import DeviceMesh, Shard, hir_lowering
 from mdfuse.compiled.segments import segments_of
 from mdfuse.config import Options
 from mdfuse.ir.graph import Fusion
-from mdfuse.passes import overlap
-from mdfuse.passes.overlap import Form, OverlapWindow
+from mdfuse.passes import collective_matmul
+from mdfuse.passes.collective_matmul import Form, OverlapWindow
 from mdfuse.passes.segment_ids import with_ids
 
 Define = Callable[[mf.FusionDefinition, DeviceMesh, int], None]
@@ -234,8 +234,8 @@ def prepared(case: Case, mesh: DeviceMesh, rows: int) -> Fusion:
 
 def in_forms(fusion: Fusion) -> Iterator[tuple[OverlapWindow, Form, Fusion]]:
     """Each window of a fusion in each of its forms."""
-    for window in overlap.windows(fusion):
-        for form, streamed in overlap.forms(fusion, window).items():
+    for window in collective_matmul.windows(fusion):
+        for form, streamed in collective_matmul.forms(fusion, window).items():
             yield window, form, streamed
 
 

@@ -92,29 +92,6 @@ def test_an_alias_of_another_size() -> None:
         alone(body, x=numbers(2))
 
 
-def test_a_view_of_an_alias_writes_its_buffer() -> None:
-    body = """
-      input %x: f32[2,3] (x=R)
-      alias %y: f32[2,3] (x=R) = %x
-      %row: f32[3] (x=R) = select(%y, dim=0, index=1)
-      %row = add(%row, 100.0)
-      return %y"""
-    (got,) = alone(body, x=numbers(2, 3))
-    assert got.tolist() == [[0, 1, 2], [103, 104, 105]]
-
-
-def test_a_freed_alias_frees_its_buffer() -> None:
-    body = """
-      input %x: f32[2] (x=R)
-      alias %b: f32[2] (x=R) = %a
-      %a: f32[2] (x=R) = add(%x, 1.0)
-      free %b
-      %y: f32[2] (x=R) = add(%a, 1.0)
-      return %y"""
-    with pytest.raises(mf.ProgramError, match="add -> y reads %a, which was freed before"):
-        alone(body, x=numbers(2))
-
-
 def test_what_shares_memory_with_an_input_that_is_written() -> None:
     """The other input would be read too late."""
     body = """

@@ -103,85 +103,6 @@ def test_what_a_later_instruction_of_the_loop_computes() -> None:
         alone(body, x=torch.tensor(0.0))
 
 
-def test_what_is_not_computed_from_the_index_persists() -> None:
-    body = """
-      input %x: f32[] (x=R)
-      for %i in 0..3 {
-        if %i == 0 {
-          %h: f32[] (x=R) = add(%x, 1.0)
-        }
-        %h = mul(%h, 2.0)
-        %y: f32[] (x=R) = add(%h, %i)
-      }
-      return %y"""
-    for seed in SEEDS:
-        (got,) = alone(body, seed, x=torch.tensor(2.0))
-        assert got.item() == 3 * 8 + 2
-
-
-def test_what_depends_on_the_index_through_other_values_is_dropped() -> None:
-    body = """
-      input %x: f32[3] (x=R)
-      for %i in 0..3 {
-        %a: f32[] (x=R) = select(%x, dim=0, index=%i)
-        %b: f32[] (x=R) = mul(%a, 2.0)
-        %y: f32[] (x=R) = add(%b, 1.0)
-      }
-      return %y"""
-    x = numbers(3)
-    for seed in SEEDS:
-        (got,) = alone(body, seed, x=x)
-        assert got.item() == 5
-        assert x.tolist() == [0, 1, 2]
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_value_that_is_bound_before_the_loop_persists(seed: int | None) -> None:
-    body = """
-      input %x: f32[2] (x=R)
-      %h: f32[2] (x=R) = add(%x, 1.0)
-      for %i in 0..4 {
-        %h = add(%h, %i)
-      }
-      %y: f32[2] (x=R) = mul(%h, 2.0)
-      free %h
-      return %y"""
-    (got,) = alone(body, seed, x=numbers(2))
-    assert got.tolist() == [14, 16]
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_frees_in_a_loop(seed: int | None) -> None:
-    body = """
-      input %x: f32[2] (x=R)
-      %y: f32[2] (x=R) = alloc
-      %y = set(%x)
-      for %i in 0..3 {
-        %h: f32[2] (x=R) = alloc
-        %h = mul(%x, 2.0)
-        %g: f32[2] (x=R) = add(%h, %i)
-        free %h
-        %y = add(%y, %g)
-        free %g
-      }
-      return %y"""
-    (got,) = alone(body, seed, x=numbers(2))
-    assert got.tolist() == [3, 10]
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_value_after_the_loop_is_that_of_the_last_iteration(seed: int | None) -> None:
-    body = """
-      input %x: f32[] (x=R)
-      for %i in 0..3 {
-        %h: f32[] (x=R) = add(%x, %i)
-      }
-      %y: f32[] (x=R) = mul(%h, 10.0)
-      return %y"""
-    (got,) = alone(body, seed, x=torch.tensor(0.0))
-    assert got.item() == 20
-
-
 # -- nested --------------------------------------------------------------------------------------
 
 
@@ -220,25 +141,6 @@ def test_an_inner_loop_that_reuses_the_index_of_the_outer(seed: int | None) -> N
     assert got.item() == (21 * 1 + 21) * 2
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_an_inner_loop_finds_what_the_outer_allocated(seed: int | None) -> None:
-    body = """
-      input %x: f32[2,3] (x=R)
-      %y: f32[2] (x=R) = alloc
-      for %i in 0..2 {
-        %row: f32[3] (x=R) = select(%x, dim=0, index=%i)
-        %s: f32[] (x=R) = sum(%row, dims=[0])
-        for %j in 0..3 {
-          %s = add(%s, %j)
-        }
-        %to: f32[] (x=R) = select(%y, dim=0, index=%i)
-        %to = set(%s)
-      }
-      return %y"""
-    (got,) = alone(body, seed, x=numbers(2, 3))
-    assert got.tolist() == [6, 15]
-
-
 # -- branches ------------------------------------------------------------------------------------
 
 
@@ -273,25 +175,6 @@ def test_branches_on_what_a_rank_knows(test: str, wants: list[int]) -> None:
     rows = [{"x": numbers(3, 1)}, {"x": numbers(2, 1)}]
     result = simulate(program, *rows)
     assert [outputs[0].item() for outputs in result.per_rank] == wants
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_branches_on_the_index(seed: int | None) -> None:
-    body = """
-      input %x: f32[] (x=R)
-      alias %y: f32[] (x=R) = %x
-      for %i in 0..5 {
-        if %i mod 2 {
-          %y = add(%y, 100.0)
-        } else {
-          if %i >= 2 {
-            %y = add(%y, 1.0)
-          }
-        }
-      }
-      return %y"""
-    (got,) = alone(body, seed, x=torch.tensor(0.0))
-    assert got.item() == 202
 
 
 def test_bounds_and_steps_that_depend_on_the_rank() -> None:

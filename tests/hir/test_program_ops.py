@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -50,146 +49,33 @@ def check(call: str, expected: Tensor, **inputs: Any) -> None:
         assert torch.equal(bits(buffer), bits(expected))
 
 
-def draw(dtype: torch.dtype, *shape: int) -> Tensor:
-    torch.manual_seed(sum(shape))
-    x = torch.randn(shape) * 4
-    if dtype == torch.bool:
-        return x > 0
-    return x.to(dtype) if dtype.is_floating_point else (x.abs() + 1).to(dtype)
-
-
-FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-NUMBERS = [*FLOATS, torch.int32, torch.int64]
-BINARY: dict[str, Callable[[Any, Any], Any]] = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "div": operator.truediv,
-}
-
-# -- pointwise -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", BINARY)
-@pytest.mark.parametrize("dtype", NUMBERS, ids=str)
-def test_binary(name: str, dtype: torch.dtype) -> None:
-    a, b = draw(dtype, 8, 64), draw(dtype, 64, 8).T
-    check(f"{name}(%a, %b)", BINARY[name](a, b), a=a, b=b)
-
-
-@pytest.mark.parametrize("name", BINARY)
-def test_binary_with_a_number(name: str) -> None:
-    """A number on the left has no `out=` form in torch."""
-    a = draw(torch.float16, 8, 64)
-    check(f"{name}(%a, 2.3)", BINARY[name](a, 2.3), a=a)
-    check(f"{name}(2.3, %a)", BINARY[name](2.3, a), a=a)
-
-
-@pytest.mark.parametrize(
-    ("a", "b"),
-    [
-        (torch.float16, torch.bfloat16),
-        (torch.float16, torch.float64),
-        (torch.int32, torch.float16),
-        (torch.int8, torch.int64),
-        (torch.bool, torch.bfloat16),
-        (torch.uint8, torch.int8),
-    ],
-    ids=str,
-)
-def test_dtypes_are_promoted(a: torch.dtype, b: torch.dtype) -> None:
-    p, q = draw(a, 3, 5), draw(b, 5)
-    check("add(%p, %q)", p + q, p=p, q=q)
-    check("mul(%q, %p)", q * p, p=p, q=q)
-
-
-@pytest.mark.parametrize(
-    ("call", "expected"),
-    [
-        ("maximum(%a, 0.0)", lambda a: a.maximum(torch.zeros_like(a))),
-        ("maximum(0.0, %a)", lambda a: a.maximum(torch.zeros_like(a))),
-        ("where(%m, %a, 1.0)", lambda a: torch.where(a > 1, a, 1.0)),
-        ("where(%m, 2.0, %a)", lambda a: torch.where(a > 1, 2.0, a)),
-        ("gt(%a, 1.0)", lambda a: a > 1),
-        ("gelu(%a, approximate=tanh)", lambda a: F.gelu(a, approximate="tanh")),
-        ("sigmoid(%a)", torch.sigmoid),
-        ("relu(%a)", torch.relu),
-        ("clamp(%a, min=-1, max=2)", lambda a: a.clamp(-1, 2)),
-        ("cast(%a, dtype=bf16)", lambda a: a.bfloat16()),
-        ("softmax(%a, dim=0)", lambda a: a.softmax(0)),
-        ("cat(%a, %a, dim=1)", lambda a: torch.cat([a, a], 1)),
-    ],
-)
-def test_other_ops(call: str, expected: Callable[[Tensor], Tensor]) -> None:
-    for a in (draw(torch.float32, 8, 64), draw(torch.float32, 64, 8).T):
-        more = {"m": a > 1} if "%m" in call else {}
-        check(call, expected(a), a=a, **more)
-
-
-# -- reductions ----------------------------------------------------------------------------------
-
-REDUCTIONS: dict[str, Callable[..., Tensor]] = {
-    "sum": torch.sum,
-    "max": torch.amax,
-    "min": torch.amin,
-    "mean": torch.mean,
-    "any": torch.any,
-    "all": torch.all,
+#: Calls on %a, f32[8,64], and %b, f16[64]: each form of writes, and calls without any.
+CALLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "add(%a, %b)": torch.add,
+    "sub(2.3, %a)": lambda a, b: 2.3 - a,
+    "mul(2.3, %b)": lambda a, b: 2.3 * b,
+    "maximum(0.0, %a)": lambda a, b: a.clamp(min=0.0),
+    "where(%m, 2.0, %a)": lambda a, b: torch.where(a > 1, 2.0, a),
+    "cast(%a, dtype=bf16)": lambda a, b: a.bfloat16(),
+    "softmax(%a, dim=0)": lambda a, b: a.softmax(0),
+    "cat(%a, %a, dim=1)": lambda a, b: torch.cat([a, a], 1),
+    "sum(%b, dtype=f32)": lambda a, b: b.sum(dtype=torch.float32),
+    "max(%a, dims=[-1], keepdim=True)": lambda a, b: a.amax(1, keepdim=True),
+    "any(%a, dims=[0])": lambda a, b: a.any(0),
+    "matmul(%a, %a.T)": lambda a, b: a @ a.T,
+    "linear(%a, %a, None)": F.linear,
 }
 
 
-@pytest.mark.parametrize("name", [*REDUCTIONS, "prod"])
-@pytest.mark.parametrize("keepdim", [False, True])
-def test_reductions(name: str, keepdim: bool) -> None:
-    x = draw(torch.float32, 8, 64)
-    shown = ", keepdim=True" if keepdim else ""
-    for dims in [(1,), (0,), (-1,), (0, 1)]:
-        if name == "prod":
-            expected = x.prod(dims[-1] % 2, keepdim=True)
-            expected = expected.prod(0, keepdim=True) if len(dims) > 1 else expected
-            expected = expected if keepdim else expected.squeeze(tuple(d % 2 for d in dims))
-        else:
-            expected = REDUCTIONS[name](x, dim=dims, keepdim=keepdim)
-        text = ",".join(map(str, dims))
-        check(f"{name}(%x, dims=[{text}]{shown})", expected, x=x)
-
-
-@pytest.mark.parametrize("dtype", [*NUMBERS, torch.bool], ids=str)
-def test_reductions_of_every_dtype(dtype: torch.dtype) -> None:
-    x = draw(dtype, 3, 5, 7).transpose(0, 1)
-    check("sum(%x, dims=[0,2])", x.sum((0, 2)), x=x)
-    check("sum(%x)", x.sum(), x=x)
-    check("prod(%x, dims=[1])", x.prod(1), x=x)
-    check("max(%x, dims=[1], keepdim=True)", x.amax(1, keepdim=True), x=x)
-    check("any(%x, dims=[0])", x.any(0), x=x)
-
-
-def test_a_sum_in_another_dtype() -> None:
-    x = draw(torch.float16, 8, 64)
-    check("sum(%x, dims=[1], dtype=f32)", x.sum(1, dtype=torch.float32), x=x)
-
-
-# -- products ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize(
-    ("a", "b"), [((8, 64), (64, 8)), ((33, 65), (65, 17)), ((4, 3, 5), (5, 7)), ((5,), (5, 3))]
-)
-def test_matmul(a: tuple[int, ...], b: tuple[int, ...], dtype: torch.dtype) -> None:
-    x, w = draw(dtype, *a), draw(dtype, *b)
-    check("matmul(%x, %w)", x @ w, x=x, w=w)
-    v = draw(dtype, *b[::-1]).T
-    check("matmul(%x, %v)", x @ v, x=x, v=v)
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("shape", [(8, 64), (3, 5, 7), (2, 3, 4, 5), (7,)])
-def test_linear(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    x, w, b = draw(dtype, *shape), draw(dtype, 17, shape[-1]), draw(dtype, 17)
-    check("linear(%x, %w)", F.linear(x, w), x=x, w=w)
-    check("linear(%x, %w, None)", F.linear(x, w), x=x, w=w)
-    check("linear(%x, %w, %b)", F.linear(x, w, b), x=x, w=w, b=b)
+@pytest.mark.parametrize("call", CALLS)
+def test_results_meet_buffers(call: str) -> None:
+    """Which bits each op writes is tested where it is defined (`tests/ir/test_writes.py`)."""
+    torch.manual_seed(0)
+    a, b = torch.randn(8, 64) * 4, (torch.randn(64) * 4).half()
+    for x in (a, a.T.contiguous().T):
+        given = {"a": x, "b": b, "m": x > 1, "a.T": x.T}
+        want = CALLS[call](x, x if call.startswith("linear") else b)
+        check(call, want, **{n: v for n, v in given.items() if f"%{n}," in f"{call[:-1]},"})
 
 
 # -- where operand and result are one buffer -----------------------------------------------------

@@ -91,34 +91,6 @@ def test_a_loop_index_that_leaves_the_buffer() -> None:
         alone(body, x=numbers(3))
 
 
-@pytest.mark.parametrize("seed", [None, 0, 1])
-def test_select_copies_into_a_buffer(seed: int | None) -> None:
-    body = """
-      input %x: f32[2,3] (x=R)
-      %y: f32[3] (x=R) = alloc
-      %y = select(%x, dim=0, index=1)
-      return %y"""
-    x = numbers(2, 3)
-    (got,) = alone(body, seed, x=x)
-    assert not is_inside(got, x)
-    assert got.tolist() == [3, 4, 5]
-
-
-@pytest.mark.parametrize("seed", [None, 0, 1])
-def test_columns_are_written_through_a_select(seed: int | None) -> None:
-    body = """
-      input %x: f32[2,3] (x=R)
-      %y: f32[3,2] (x=R) = alloc
-      for %i in 0..2 {
-        %from: f32[3] (x=R) = select(%x, dim=0, index=%i)
-        %to: f32[3] (x=R) = select(%y, dim=1, index=%i)
-        %to = mul(%from, 2.0)
-      }
-      return %y"""
-    (got,) = alone(body, seed, x=numbers(2, 3))
-    assert torch.equal(got, 2 * numbers(2, 3).T)
-
-
 # -- chunk ---------------------------------------------------------------------------------------
 
 CHUNKS = """

@@ -201,7 +201,7 @@ def test_numbers_that_do_not_fit(rows: Tensor, keys: Tensor, error: type[Excepti
 def test_operands_that_fit(
     changes: dict[str, Any], fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(documents, "_has_triton", lambda: True)
+    monkeypatch.setattr(documents, "has_triton", lambda: True)
     case = {"q": (2, 8, 5, 64), "dtype": torch.bfloat16, "device": "cuda", "f": 64, **changes}
     how = {"dtype": case["dtype"], "device": case["device"]}
     with FakeTensorMode():

@@ -53,7 +53,7 @@ CASES: dict[str, tuple[dict[str, Any], bool]] = {
 def test_operands_that_fit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     changes, fits = CASES[name]
     case = {"dtype": torch.bfloat16, "device": "cuda", "mask_dtype": torch.bool, **USUAL, **changes}
-    monkeypatch.setattr(few_rows, "_has_triton", lambda: True)
+    monkeypatch.setattr(few_rows, "has_triton", lambda: True)
     with FakeTensorMode(allow_non_fake_inputs=True):
         how: Any = {"dtype": case["dtype"], "device": case["device"]}
         q = torch.empty(case["q"], requires_grad=case.get("requires_grad", False), **how)
@@ -66,7 +66,7 @@ def test_operands_that_fit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         if fits:
             y = calls.attend(q, k, v, mask, enable_gqa=gqa)
             assert (y.shape, y.dtype, y.device) == ((*q.shape[:3], v.shape[3]), q.dtype, q.device)
-            monkeypatch.setattr(few_rows, "_has_triton", lambda: False)
+            monkeypatch.setattr(few_rows, "has_triton", lambda: False)
             assert not few_rows.fits(q, k, v, mask, False, gqa)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.oracle import TOLERANCES, local_part
-from passes.sharded import test_attention_masks, test_context, test_window_halos
+from passes.sharded import test_attention_masks, test_context_parallel, test_window_halos
 from passes.sharded.test_ring import RING, defined, expected, given
 
 import mdfuse as mf
@@ -57,9 +57,9 @@ def test_four_ranks(name: str, axes: dict[str, int], comm: mf.Communicator) -> N
 def check_windows(comm: mf.Communicator, axes: dict[str, int], name: str) -> None:
     """Halos of keys, and of their gradients."""
     _, shape, window = test_window_halos.CASES[name]
-    fd = test_context.defined(axes, shape, True, window=window)
+    fd = test_context_parallel.defined(axes, shape, True, window=window)
     program = mf.compile(fd, test_window_halos.GATHER)
-    tensors, wants = test_context.expected(shape, True, window)
+    tensors, wants = test_context_parallel.expected(shape, True, window)
     layouts = [program.fusion.layout(x) for x in (*program.fusion.inputs, *program.fusion.outputs)]
     parts = [local_part(x, at, comm.rank) for x, at in zip(tensors, layouts, strict=False)]
     outs = program.run(*(x.to(comm.device, copy=True) for x in parts))

@@ -10,7 +10,6 @@ import torch
 from helpers.drawn import drawn
 from helpers.oracle import is_close, local_part, shares
 from helpers.segment_runs import by_hand
-from helpers.stream_cases import CASES
 from helpers.symbolic_programs import defined, inputs
 from torch import Tensor
 
@@ -104,33 +103,6 @@ def test_ranks_outside_of_a_segment(comm: mf.Communicator) -> None:
         fd.add_output(a)
     x = drawn(7, 5)
     check(mf.compile(fd), [x], [x.exp() * 2, x.exp()], comm)
-
-
-@pytest.mark.world(4)
-@pytest.mark.parametrize("name", ["gather_matmul", "gather_by_ring", "perceptron"])
-def test_streamed_segments(name: str, comm: mf.Communicator) -> None:
-    case = CASES[name]
-    program = case.compile(comm.size, 8 if case.fixed else 7)
-    whole = case.inputs(program)
-    check(program, whole, case.expected(whole), comm)
-
-
-@pytest.mark.world(2)
-def test_a_function_in_the_place_of_a_segment(comm: mf.Communicator) -> None:
-    mesh = DeviceMesh.arange(tp=2)
-    with FusionDefinition("replaced") as fd:
-        x = fd.define_tensor([6, 4], mesh=mesh, layout={"tp": Shard(0)})
-        h = fd.ops.softmax(x, 1)
-        fd.add_output(fd.ops.set(h * 2).on(mesh, {}))
-    program, x = mf.compile(fd), drawn(6, 4)
-
-    def replaced(segment: Segment, arguments: list[Any]) -> list[Any]:
-        if segment.map[segment.outputs[0]] == h.id:
-            return [torch.relu(x) for x in arguments]
-        return segment.run(*arguments)
-
-    (got,) = by_hand(program, parts(program, [x], comm), replaced)
-    assert torch.equal(got.cpu(), torch.relu(x) * 2)
 
 
 @pytest.mark.world(4)

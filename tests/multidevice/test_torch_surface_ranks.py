@@ -92,22 +92,3 @@ def test_neighbours_exchange_rows_of_images(comm: mf.Communicator) -> None:
     for mine, all_of_it, split in zip(outputs, wanted, (True, True, False), strict=True):
         own = local_part(all_of_it, layout, comm.rank) if split else all_of_it
         torch.testing.assert_close(mine.cpu(), own)
-
-
-@pytest.mark.world(2)
-def test_an_output_that_a_split_convolution_reads(comm: mf.Communicator) -> None:
-    """It is in parts, and so is an input whose layout follows from that."""
-    mesh = DeviceMesh.arange(tp=2)
-    x, w = (torch.randn(s, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-            for s in ((2, 4, 7), (4, 4, 3)))  # fmt: skip
-    with mf.FusionDefinition("read") as fd:
-        hx, hw = fd.define_tensor(x.shape, x.dtype), fd.define_tensor(w.shape, w.dtype, mesh)
-        h = F.relu(hx)
-        made = [F.conv1d(h, hw, padding=1).on(mesh, {"tp": Shard(2)}), h]
-        for t in made:
-            fd.add_output(t)
-    part = local_part(x, Layout(mesh, {"tp": Shard(2)}), comm.rank)
-    outputs = mf.compile(fd).run(part.to(comm.device), w.to(comm.device))
-    for mine, whole in zip(outputs, [F.conv1d(x.relu(), w, padding=1), x.relu()], strict=True):
-        own = local_part(whole, Layout(mesh, {"tp": Shard(2)}), comm.rank)
-        torch.testing.assert_close(mine.cpu(), own)

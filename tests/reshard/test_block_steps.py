@@ -1,10 +1,7 @@
-"""Into blocks of a dim, out of them, and between them: values against slices of the whole."""
+"""Into blocks of a dim, out of them, and between them: the steps, and their bytes."""
 
 from __future__ import annotations
 
-import random
-
-import numpy as np
 import pytest
 import torch
 
@@ -12,83 +9,6 @@ import mdfuse as mf
 from mdfuse import DeviceMesh, Layout, Partial, Replicate, Shard
 from mdfuse.layouts.layout import Placement
 from mdfuse.reshard import cost, steps, with_type
-
-MESHES = (
-    DeviceMesh.arange(a=4),
-    DeviceMesh.arange(a=2, b=3),
-    DeviceMesh([2, 3, 0, 1], axes=("q",)),
-    DeviceMesh([[5, 4], [1, 7]], axes=("u", "v")),
-    DeviceMesh.arange(p=2, q=2).with_hosts([0, 0, 1, 1]),
-)
-SHAPES = ((9, 2), (12, 4), (7,), (13, 9), (8, 8), (3, 1))
-
-
-def sizes_of(draw: random.Random, n: int) -> list[int] | None:
-    """The sizes of blocks of a dim, some of them empty; None for a plain split."""
-    if draw.random() < 0.3:
-        return None
-    ends = sorted(draw.choices(range(n + 1), k=draw.choice([1, 2, 3])))
-    equal = [n // k for k in range(2, n + 1) if n % k == 0]
-    if equal and draw.random() < 0.4:
-        ends = [*range(0, n, draw.choice(equal))][1:]
-    return [int(size) for size in np.diff([0, *ends, n])]
-
-
-def drawn(
-    draw: random.Random, mesh: DeviceMesh, shape: tuple[int, ...], op: str
-) -> tuple[Layout, Sizes]:
-    """A layout, and the sizes of the blocks of each dim."""
-    sizes = [sizes_of(draw, n) for n in shape]
-    placements: dict[str, Placement] = {}
-    for axis in mesh.axes:
-        d = draw.randrange(len(shape))
-        blocks = None if sizes[d] is None else tuple(sizes[d] or ())
-        placements[axis] = draw.choice([Replicate(), *[Shard(d, blocks)] * 2, Partial(op)])
-    order = {}
-    for d in range(len(shape)):
-        axes = [a for a, p in placements.items() if isinstance(p, Shard) and p.dim == d]
-        draw.shuffle(axes)
-        order.update({d: axes} if axes else {})
-    return Layout(mesh, placements, order), sizes
-
-
-Sizes = list[list[int] | None]
-
-
-def held(whole: np.ndarray, layout: Layout, sizes: Sizes, rank: int) -> np.ndarray:
-    """A rank's part, by slices of the whole, block by block; Partial axes ignored."""
-    at = dict(zip(layout.mesh.axes, layout.mesh.coordinate(rank) or (), strict=True))
-    for dim, axes in layout.splits:
-        pieces, start = [], 0
-        for size in sizes[dim] or [whole.shape[dim]]:
-            piece = whole.take(range(start, start + size), dim)
-            start += size
-            for a in axes:
-                n = -(-piece.shape[dim] // layout.mesh.axis_size(a))
-                here = range(piece.shape[dim])[at[a] * n : (at[a] + 1) * n]
-                piece = piece.take(here, dim)
-            pieces.append(piece)
-        whole = np.concatenate(pieces, dim)
-    return whole
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_values(seed: int) -> None:
-    draw = random.Random(seed)
-    shape, one = draw.choice(SHAPES), draw.choice(MESHES)
-    other, op = one if draw.random() < 0.6 else draw.choice(MESHES), draw.choice(["sum", "max"])
-    source, _ = drawn(draw, one, shape, op)
-    goal, sizes = drawn(draw, other, shape, op)
-    x = torch.randint(-50, 50, shape, generator=torch.Generator().manual_seed(seed)).double()
-    with mf.FusionDefinition("moved") as fd:
-        fd.add_output(fd.ops.set(fd.define_tensor([*shape], x.dtype, source)).on(goal))
-    program = mf.compile(fd)
-    assert str(mf.hir.parse(str(program)))
-    found = mf.simulate(program, [x])
-    assert torch.equal(found.outputs[0], x)
-    for rank in other.ranks if not goal.partial_axes else ():
-        part = held(x.numpy(), goal, sizes, rank)
-        assert np.array_equal(found.per_rank[rank][0].numpy(), part), rank
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ MESHES = (
     DeviceMesh([[3, 0], [1, 2]], axes=("p", "q")),
     DeviceMesh.arange(x=4),
     DeviceMesh([4, 2, 7], axes=("q",)),
+    DeviceMesh.arange(p=2, q=2).with_hosts([0, 0, 1, 1]),
 )
 
 

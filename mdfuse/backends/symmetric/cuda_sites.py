@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mdfuse.backends.algorithms import Piece
 from mdfuse.backends.symmetric.cuda_heap import CudaHeap
-from mdfuse.backends.symmetric.moves import Move, Shown
+from mdfuse.backends.symmetric.outbox_moves import Move, Shown
 from mdfuse.backends.symmetric.post_buffers import Buffers
 from mdfuse.backends.teams import not_connected
 from mdfuse.errors import BackendError

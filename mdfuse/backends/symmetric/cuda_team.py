@@ -17,7 +17,7 @@ from mdfuse.backends.algorithms import Copy, Piece, Reduce
 from mdfuse.backends.nccl.cuda_driver import CudaDevice
 from mdfuse.backends.symmetric.cuda_memory import CudaLane
 from mdfuse.backends.symmetric.cuda_sums import AddUp
-from mdfuse.backends.symmetric.moves import Move, Put, See, Show, Take
+from mdfuse.backends.symmetric.outbox_moves import Move, Put, See, Show, Take
 from mdfuse.backends.symmetric.post_buffers import Buffers
 from mdfuse.backends.transfers import change
 from mdfuse.layouts.call import Call

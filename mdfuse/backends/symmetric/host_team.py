@@ -22,7 +22,7 @@ from mdfuse.backends.algorithms import Copy, Reduce
 from mdfuse.backends.base import Work
 from mdfuse.backends.symmetric.heap import Heap
 from mdfuse.backends.symmetric.host_memory import Fence, Process, SharedMemory
-from mdfuse.backends.symmetric.moves import IN_HEAP, SLOTS, Move, Put, Shape, Take, kind_of
+from mdfuse.backends.symmetric.outbox_moves import IN_HEAP, SLOTS, Move, Put, Shape, Take, kind_of
 from mdfuse.backends.symmetric.post_buffers import Buffers
 from mdfuse.backends.teams import no_more_posts
 from mdfuse.backends.transfers import change

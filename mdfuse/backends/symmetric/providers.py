@@ -31,7 +31,7 @@ from mdfuse.backends.symmetric.cuda_team import WORD, CudaOutbox, CudaTeam, Lane
 from mdfuse.backends.symmetric.heap import open_heap
 from mdfuse.backends.symmetric.host_memory import Card, SharedMemory, this_process
 from mdfuse.backends.symmetric.host_team import HostTeam, PendingPosts, outbox_of
-from mdfuse.backends.symmetric.moves import Move, Shape
+from mdfuse.backends.symmetric.outbox_moves import Move, Shape
 from mdfuse.backends.symmetric.post_buffers import Buffers
 from mdfuse.backends.work import DONE
 from mdfuse.layouts.call import Call

@@ -28,7 +28,7 @@ from mdfuse.backends.base import (
 from mdfuse.backends.post_notes import PostLog, Track
 from mdfuse.backends.symmetric.cuda_sites import PostNumbers, Sited, Tellings, numbering
 from mdfuse.backends.symmetric.host_memory import Card, SharedMemory, why_not
-from mdfuse.backends.symmetric.moves import Move, Shape, moves, pieces
+from mdfuse.backends.symmetric.outbox_moves import Move, Shape, moves, pieces
 from mdfuse.backends.symmetric.post_buffers import Buffers, bytes_of
 from mdfuse.backends.symmetric.providers import PROVIDERS, PostFunction, ProviderArgs, SymmetricTeam
 from mdfuse.backends.teams import new_teams, not_connected, team_key

@@ -273,7 +273,7 @@ class Measurements:
         for table, key, points in (row for rows, _ in everyone for row in rows):
             of_key = samples.setdefault((table, _READ[table](key)), {})
             for at, seconds in points:
-                of_key.setdefault(_size(at), []).append(seconds)
+                of_key.setdefault(tuple(at) if isinstance(at, list) else at, []).append(seconds)
         for name, times in samples.items():
             yield name, {at: statistics.median(seconds) for at, seconds in times.items()}
 
@@ -350,10 +350,6 @@ def _slowdown(points: Mapping[float, float], colds: Mapping[float, float]) -> Cu
 
 #: Times are above 0.
 _LEAST_S = 1e-9
-
-
-def _size(at: Any) -> Any:
-    return tuple(at) if isinstance(at, list) else at
 
 
 def _grid(points: Mapping[tuple[int, int, int], float]) -> Grid:

@@ -8,8 +8,8 @@ from typing import Any
 from torch.fx import Node
 
 from mdfuse.errors import LayoutError
-from mdfuse.frontend.importing.build import Blocks, Model
 from mdfuse.frontend.importing.place import matching, unmatched
+from mdfuse.frontend.importing.record_graph import Blocks, Model
 from mdfuse.frontend.plain import brief
 
 

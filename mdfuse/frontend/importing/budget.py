@@ -14,9 +14,9 @@ from torch.fx import Node
 from mdfuse.errors import DefinitionError, listed
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.importing.build import Model, record
 from mdfuse.frontend.importing.joined import JoinedTensors
 from mdfuse.frontend.importing.recomputed import RecomputedNodes, operation
+from mdfuse.frontend.importing.record_graph import Model, record
 from mdfuse.frontend.phases import Phases, phases
 from mdfuse.ir.graph import Expr, Fusion
 from mdfuse.ir.ops import TABLE

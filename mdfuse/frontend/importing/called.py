@@ -9,8 +9,8 @@ from torch.fx import Node
 
 from mdfuse.errors import DefinitionError
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.importing.build import Model, record
 from mdfuse.frontend.importing.joined import JoinedTensors
+from mdfuse.frontend.importing.record_graph import Model, record
 from mdfuse.frontend.ops.views import set as set_
 from mdfuse.ir.graph import dtype_name
 from mdfuse.names import is_value_name

@@ -14,12 +14,12 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate, map_arg
 
 from mdfuse.errors import DefinitionError
+from mdfuse.frontend.importing.aten_table import IN_CONTEXT
 from mdfuse.frontend.importing.capture import ExportedModule
 from mdfuse.frontend.importing.constants import Distinct
 from mdfuse.frontend.importing.drawn import draws
 from mdfuse.frontend.importing.missing_buffers import made_again
 from mdfuse.frontend.importing.module_lines import line_of
-from mdfuse.frontend.importing.table import IN_CONTEXT
 
 #: Operations that read only shape and dtype of their first operand.
 _SHAPE_ONLY = {

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from mdfuse.errors import counted
-from mdfuse.frontend.importing.build import Model
+from mdfuse.frontend.importing.record_graph import Model
 from mdfuse.ir.graph import Expr, Fusion
 from mdfuse.layouts.layout import Layout, Shard
 from mdfuse.layouts.recv_volume import lacks

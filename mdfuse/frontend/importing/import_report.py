@@ -8,8 +8,8 @@ from torch import nn
 
 from mdfuse.errors import counted
 from mdfuse.frontend.importing.backwards import Backwards
-from mdfuse.frontend.importing.build import Model
 from mdfuse.frontend.importing.place import Patterns
+from mdfuse.frontend.importing.record_graph import Model
 from mdfuse.ir.graph import Fusion
 from mdfuse.layouts.layout import Replicate
 from mdfuse.passes.count_rows import dense

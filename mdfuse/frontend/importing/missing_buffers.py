@@ -13,7 +13,7 @@ from mdfuse.errors import DefinitionError
 from mdfuse.frontend.given import why_no_numbers
 from mdfuse.frontend.importing.capture import ExportedModule
 from mdfuse.frontend.importing.place import nearest
-from mdfuse.ir.extremes import lowest
+from mdfuse.ir.dtype_limits import lowest
 
 
 def numbers_of(captured: ExportedModule, said: Mapping[str, Any]) -> dict[str, Tensor]:

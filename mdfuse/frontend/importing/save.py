@@ -23,7 +23,7 @@ from mdfuse.errors import ProgramError, counted
 from mdfuse.extents.extent import is_symbolic
 from mdfuse.frontend.given import parts as as_parts
 from mdfuse.frontend.importing import metadata
-from mdfuse.frontend.importing.build import Model
+from mdfuse.frontend.importing.record_graph import Model
 from mdfuse.ir.graph import Fusion
 from mdfuse.layouts.boxes import Box, boxes_of, index_of
 

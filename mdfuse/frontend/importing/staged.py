@@ -13,9 +13,9 @@ from mdfuse.errors import DefinitionError
 from mdfuse.frontend import given
 from mdfuse.frontend import ops as operations
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.importing.build import Model
 from mdfuse.frontend.importing.module_stages import ModelStages, meshes_of, stages_of, together
 from mdfuse.frontend.importing.place import Patterns
+from mdfuse.frontend.importing.record_graph import Model
 from mdfuse.frontend.ops.views import set as set_
 from mdfuse.frontend.optim import all_finite, clip_factor
 from mdfuse.layouts.layout import Layout

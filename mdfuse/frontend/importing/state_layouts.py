@@ -16,9 +16,9 @@ from torch.fx import Node
 
 from mdfuse.errors import LayoutError, MdfuseError
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.importing.build import Inputs, Model
 from mdfuse.frontend.importing.joined import JoinedTensors
 from mdfuse.frontend.importing.place import matching, unmatched
+from mdfuse.frontend.importing.record_graph import Inputs, Model
 from mdfuse.frontend.ops.views import set as set_
 from mdfuse.layouts.layout import Layout, Shard
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from mdfuse.errors import DefinitionError, counted, listed, shown
 from mdfuse.frontend import given
-from mdfuse.frontend.importing.build import Model
+from mdfuse.frontend.importing.record_graph import Model
 from mdfuse.frontend.importing.train import StepDefinition
 from mdfuse.ir.graph import Fusion
 

@@ -17,10 +17,10 @@ from mdfuse.frontend import given
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.frontend.grad import grad
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.importing.build import Inputs, Model, record
 from mdfuse.frontend.importing.capture import Parameter
 from mdfuse.frontend.importing.joined import JoinedTensors
 from mdfuse.frontend.importing.place import matching, unmatched
+from mdfuse.frontend.importing.record_graph import Inputs, Model, record
 from mdfuse.frontend.importing.staged import all_finite_of, clip_factor_of, everywhere, near
 from mdfuse.frontend.importing.state_layouts import state_layouts_of
 from mdfuse.frontend.ops.pointwise import where

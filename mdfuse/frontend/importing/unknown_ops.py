@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from torch.fx import Node
 
 from mdfuse.errors import DefinitionError
+from mdfuse.frontend.importing.aten_table import is_known
 from mdfuse.frontend.importing.capture import ExportedModule
 from mdfuse.frontend.importing.module_lines import line_of
-from mdfuse.frontend.importing.table import is_known
 
 
 def check_known(captured: ExportedModule, live: Mapping[Node, None]) -> None:

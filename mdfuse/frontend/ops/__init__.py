@@ -11,8 +11,8 @@ from inspect import isfunction
 from types import ModuleType
 
 from mdfuse.frontend import methods
+from mdfuse.frontend.argument_kinds import taking_kinds as _taking_kinds
 from mdfuse.frontend.hints import hint_for
-from mdfuse.frontend.kinds import taking_kinds as _taking_kinds
 from mdfuse.frontend.methods import UnknownOperation as UnknownOperation
 from mdfuse.frontend.ops import (
     cells,
@@ -21,6 +21,7 @@ from mdfuse.frontend.ops import (
     distances,
     draws,
     einsums,
+    expert_rows,
     extremes,
     joining,
     lookups,
@@ -33,7 +34,6 @@ from mdfuse.frontend.ops import (
     parts,
     pointwise,
     products,
-    ragged,
     reductions,
     resampling,
     scans,
@@ -50,7 +50,7 @@ from mdfuse.frontend.ops.views import stride_order as stride_order
 #: The families of operations: each public function is an operation of its name.
 FAMILIES = (
     views, parts, joining, moves, masks, pointwise, special, reductions, extremes, scans,
-    lookups, updates, products, ragged, einsums, matrices, distances, neural, norms, cells,
+    lookups, updates, products, expert_rows, einsums, matrices, distances, neural, norms, cells,
     losses,
     convolutions, resampling, draws, creations,
 )  # fmt: skip

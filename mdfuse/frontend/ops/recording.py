@@ -24,7 +24,7 @@ current: ContextVar[FusionDefinition | None] = ContextVar("mdfuse.definition", d
 Operation = Callable[..., Any]
 Elementwise = Callable[..., Handle]
 
-# Annotations of arguments that `mdfuse.frontend.kinds` explains.
+# Annotations of arguments that `mdfuse.frontend.argument_kinds` explains.
 Operand = Any
 Integers = int | Sequence[int]
 Numbers = float | Sequence[float]

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops.recording import in_f32, record
-from mdfuse.frontend.vjps.windows import Part
+from mdfuse.frontend.vjps.slice_cotangents import Part
 
 
 class Applied(Protocol):

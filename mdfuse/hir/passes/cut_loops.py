@@ -27,8 +27,8 @@ from operator import or_
 
 from mdfuse.config import Options
 from mdfuse.hir.analysis.dataflow import Dataflow, Effects, dataflow, shared_operand
+from mdfuse.hir.index_terms import index_names
 from mdfuse.hir.instructions import POSTS, TRANSFERS
-from mdfuse.hir.loop_indices import index_names
 from mdfuse.hir.program import HostProgram, Instruction, joined
 
 name = "cut_loops"

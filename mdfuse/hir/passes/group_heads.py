@@ -106,7 +106,10 @@ def _stays(program: HostProgram, name: str, bound: Counter[str]) -> bool:
 def _without_unread(program: HostProgram) -> HostProgram:
     """Leave out the views that nobody reads any more."""
     while True:
-        needed = {*program.outputs, *(x for i in program.walk() for x in _needs(i))}
+        needed = {
+            *program.outputs,
+            *(x for i in program.walk() if i.op != "launch" for x in i.reads),
+        }
         block = _reading(program.instructions, needed)
         if block == program.instructions:
             return program
@@ -114,10 +117,6 @@ def _without_unread(program: HostProgram) -> HostProgram:
         gone = {n for i in program.walk() for n in i.outputs} - bound
         types = {n: kind for n, kind in program.types.items() if n not in gone}
         program = replace(program, instructions=block, types=types)
-
-
-def _needs(i: Instruction) -> Sequence[str]:
-    return i.reads if i.op != "launch" else ()
 
 
 def _reading(block: Sequence[Instruction], needed: set[str]) -> tuple[Instruction, ...]:

@@ -24,6 +24,7 @@ from mdfuse.hir.analysis.dataflow import Dataflow, current_streams, dataflow
 from mdfuse.hir.edits import Edits
 from mdfuse.hir.instructions import BLOCKS, only_sends
 from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.names import base_name
 
 #: Instructions that a wait is not moved past.
 _STOPS = ("return", *BLOCKS, "next", "call", "barrier", "group_start")
@@ -73,11 +74,7 @@ def _is_late(code: Sequence[Instruction], at: int) -> bool:
     """Return whether a wait stands behind what a later iteration sends by the same post."""
     handle = code[at].reads[0]
     posts = (i.outputs[0] for i in reversed(code[:at]) if i.op == "post")
-    return next(h for h in posts if _base(h) == _base(handle)) != handle
-
-
-def _base(handle: str) -> str:
-    return handle.partition("@")[0]
+    return next(h for h in posts if base_name(h) == base_name(handle)) != handle
 
 
 def _latest(

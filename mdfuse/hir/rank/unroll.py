@@ -24,8 +24,8 @@ from mdfuse.communication import Communication
 from mdfuse.errors import ProgramError
 from mdfuse.extents.expressions import UNKNOWN, Index, Term, resolve
 from mdfuse.hir.block_calls import blocks_of, per_index
+from mdfuse.hir.index_terms import index_names
 from mdfuse.hir.instructions import POSTS, TRANSFERS, op_of
-from mdfuse.hir.loop_indices import index_names
 from mdfuse.hir.program import BufferType, HostProgram, Instruction, resolved
 from mdfuse.hir.rank.localize import globalized, localized
 from mdfuse.ir.graph import Operand

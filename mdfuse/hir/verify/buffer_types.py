@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mdfuse.hir.index_terms import axes_of
 from mdfuse.hir.instructions import BUFFER_OPS, INSTRUCTIONS, counts_of
 from mdfuse.hir.program import BufferType, Instruction
 from mdfuse.hir.verify.added_products import adds_to, own_problem, product_problem
 from mdfuse.hir.verify.counts import check_made, posted_problem
 from mdfuse.hir.verify.error_report import wrong
 from mdfuse.hir.verify.kind_layouts import buffer_problem, transition_problem
-from mdfuse.hir.verify.rank_terms import axes_of
 from mdfuse.hir.verify.result_layouts import (
     chunk_of,
     is_alike,
@@ -25,6 +25,7 @@ from mdfuse.hir.verify.result_layouts import (
 from mdfuse.ir.graph import dtype_name
 from mdfuse.layouts.layout import IDEMPOTENT, Layout, Partial, Placement, Replicate, Shard, Varies
 from mdfuse.layouts.narrowing import is_view_of
+from mdfuse.names import base_name
 
 if TYPE_CHECKING:
     from mdfuse.hir.verify.result_types import Types
@@ -274,7 +275,7 @@ def _accumulate(types: Types, i: Instruction, before: BufferType, after: BufferT
         before.dtype.is_floating_point and after.dtype == torch.promote_types(*dtypes)
     ):
         return "parts are added up in their dtype, or in a wider one"
-    buffer, value = (types.program.root(x).partition("@")[0] for x in (*i.outputs, *i.reads))
+    buffer, value = (base_name(types.program.root(x)) for x in (*i.outputs, *i.reads))
     if types.accumulated.setdefault(buffer, value) != value:
         return f"%{types.accumulated[buffer]} is added up in that buffer"
     return None

@@ -9,7 +9,7 @@ from functools import cached_property
 from mdfuse.errors import MdfuseError
 from mdfuse.hir.analysis.dataflow import shared_operand
 from mdfuse.hir.instructions import received
-from mdfuse.hir.program import BufferType, HostProgram, Instruction
+from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.ir.graph import Value
 from mdfuse.ir.infer import expanded_dims as stretched
 from mdfuse.ir.infer import infer
@@ -90,7 +90,14 @@ class Expanded:
         dims = self.dims(source, i)
         if i.fn == "slice":  # a rank's own names places in its part, which may be a single row
             return frozenset(d for d in dims if kind.shape[d] > 1)
-        value = _value(source, before, dims)
+        value = Value(
+            name=source,
+            shape=before.shape,
+            dtype=before.dtype,
+            kind="tensor",
+            order=tuple(range(len(before.shape))),
+            expanded=dims,
+        )
         attrs = {**i.kwargs}
         if i.fn in ("reshape", "expand"):
             attrs["shape"] = kind.shape
@@ -99,15 +106,3 @@ class Expanded:
         except MdfuseError:
             return frozenset()
         return stretched(inferred)  # type: ignore[arg-type]
-
-
-def _value(name: str, kind: BufferType, expanded: frozenset[int]) -> Value:
-    """Return a value that stands for a buffer in the inference of a view's result."""
-    return Value(
-        name=name,
-        shape=kind.shape,
-        dtype=kind.dtype,
-        kind="tensor",
-        order=tuple(range(len(kind.shape))),
-        expanded=expanded,
-    )

@@ -27,6 +27,7 @@ from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.boxes import Box, box_size, intersect
 from mdfuse.layouts.layout import IDEMPOTENT, Layout
 from mdfuse.mesh import DeviceMesh
+from mdfuse.names import base_name
 
 #: reduce op -> the op that joins two sets of terms; those of an average are joined by none.
 JOINS = {
@@ -201,7 +202,7 @@ class HeldTerms:
 
     def crosses_layers(self, names: Iterable[str]) -> bool:
         """Return whether names belong to several layers."""
-        return len({self.layers.get(n.split("@")[0]) for n in names} - {None}) > 1
+        return len({self.layers.get(base_name(n)) for n in names} - {None}) > 1
 
     def joined(
         self, i: Instruction, held: Mapping[str, Terms | None], views: Mapping[str, View]

@@ -17,6 +17,7 @@ from mdfuse.hir.verify.error_report import wrong
 from mdfuse.hir.verify.post_sizes import elements, part_on
 from mdfuse.ir.graph import dtype_name
 from mdfuse.layouts.call import Call
+from mdfuse.names import base_name
 
 #: Straight-line programs by rank.
 Programs = Mapping[int, HostProgram]
@@ -58,7 +59,7 @@ class PostEvent:
     @property
     def base(self) -> str:
         """The handle without the number of the iteration."""
-        return self.handle.split("@")[0]
+        return base_name(self.handle)
 
     @property
     def name(self) -> str:
@@ -137,7 +138,7 @@ def _transfer(program: HostProgram, at: int, i: Instruction) -> PostEvent:
 def _buffers(event: PostEvent) -> list[str | None]:
     """Return the names of a post's buffers, without the number of the iteration."""
     inputs = event.i.inputs[:2] if event.i.op == "post" else ()
-    return [x.split("@")[0] if isinstance(x, str) else None for x in inputs]
+    return [base_name(x) if isinstance(x, str) else None for x in inputs]
 
 
 def _change(comm: Communication | None) -> str:

@@ -13,7 +13,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
-from mdfuse.hir.verify.rank_terms import axes_of, depends_on_rank
+from mdfuse.hir.index_terms import axes_of, depends_on_rank
 from mdfuse.ir.dims import DimMap, Labels, always, reshape, unit_rows
 from mdfuse.ir.dims_in_blocks import IN_BLOCKS, Taken, labels_in_blocks
 from mdfuse.ir.op_table import OF_FIRST

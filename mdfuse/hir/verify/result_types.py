@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from mdfuse.errors import ProgramError
 from mdfuse.extents.expressions import UNKNOWN, Calc, Index, Term, terms
 from mdfuse.hir.analysis.normal_form import NormalForm, Numbers
+from mdfuse.hir.index_terms import axes_of
 from mdfuse.hir.instructions import BUFFER_OPS, NAMED, received
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.verify.buffer_types import RULES
 from mdfuse.hir.verify.equal_elements import Expanded
 from mdfuse.hir.verify.error_report import wrong
 from mdfuse.hir.verify.op_types import lacks, row_problem
-from mdfuse.hir.verify.rank_terms import axes_of
 from mdfuse.hir.verify.result_layouts import chunk_of, is_one_chunk
 from mdfuse.ir.graph import Operand, dtype_name
 from mdfuse.ir.ops import TABLE

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mdfuse.errors import ProgramError
+from mdfuse.hir.index_terms import index_names, names_in
 from mdfuse.hir.instructions import POSTS, is_local
-from mdfuse.hir.loop_indices import index_names, names_in
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.verify.call_order import check_calls
 from mdfuse.hir.verify.counts import check_counts

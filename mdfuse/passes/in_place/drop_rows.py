@@ -18,9 +18,9 @@ from mdfuse.errors import LoweringError
 from mdfuse.extents.assumptions import Assumptions, assuming
 from mdfuse.extents.extent import Extent, are_same
 from mdfuse.ir.dims import Labels
+from mdfuse.ir.element_writes import NOWHERE
 from mdfuse.ir.graph import Expr, Fusion, Value
 from mdfuse.ir.symbolic import with_new_examples
-from mdfuse.ir.updates import NOWHERE
 from mdfuse.passes.rewriting import Maker, rewritten
 from mdfuse.passes.strategy import dim_map
 

@@ -16,8 +16,8 @@ import torch
 
 from mdfuse.extents.extent import are_same
 from mdfuse.ir.dims import reshape_groups
+from mdfuse.ir.element_writes import OUT_OF_RANGE
 from mdfuse.ir.graph import Expr
-from mdfuse.ir.updates import OUT_OF_RANGE
 from mdfuse.passes.in_place.chains import Shape, ViewStep
 from mdfuse.passes.rewriting import Maker
 

@@ -1,4 +1,4 @@
-"""The prices of the forms of attention whose positions are split (`mdfuse.passes.sharded.context`).
+"""The prices of the forms in `mdfuse.passes.sharded.context_parallel`.
 
 A price is in bytes: those that arrive at a rank where layouts change, and for the rank with most
 pairs of a row and a key the bytes that could arrive while it computes them.

@@ -88,7 +88,7 @@ def _arriving(maker: Maker, by: Expr, split: SplitAttention, names: Sequence[str
     stream, copies = _travelling(split), []
     for x, like in zip(names, split.operands[1:], strict=True):
         at = _read(split, like)
-        if at != _layout(maker, split, x) or maker.values[x].expanded:
+        if at != (maker.values[x].layout or split.fusion.layout(x)) or maker.values[x].expanded:
             x = maker.op(by, "set", x)  # before the loop, in which other axes change nothing
             _stated(maker, x, at, None)
             maker.values[x] = replace(maker.values[x], expanded=frozenset())
@@ -96,10 +96,6 @@ def _arriving(maker: Maker, by: Expr, split: SplitAttention, names: Sequence[str
         _stated(maker, copy, at.with_placement(str(stream.rotate), Replicate()), stream)
         copies.append(copy)
     return copies
-
-
-def _layout(maker: Maker, split: SplitAttention, x: str) -> Layout:
-    return maker.values[x].layout or split.fusion.layout(x)
 
 
 def _read(split: SplitAttention, x: str) -> Layout:

@@ -128,7 +128,7 @@ def html(subject: Subject) -> str:
         lines_more=max(0, len(lines) - listing.MOST),
         traffic=traffic,
         memories=[(names[m.rank], m, memory_chart(m)) for m in memories],
-        simulated=_lanes(timeline, shown, names),
+        simulated=lanes_chart([e for e in timeline.events if e.rank in shown], names),
         measured=lanes_chart(subject.measured, {}) if subject.measured else "",
         more_classes=len(classes.firsts) - len(shown),
         schedules=_schedules(subject, timeline),
@@ -164,10 +164,6 @@ def _facts(
         (size_text(peak), "peak memory of a rank"),
         (time_text(timeline.seconds), f"predicted: {subject.costs.name}"),
     ]
-
-
-def _lanes(timeline: Timeline, shown: Sequence[int], names: dict[int, str]) -> str:
-    return lanes_chart([e for e in timeline.events if e.rank in shown], names)
 
 
 def _schedules(subject: Subject, timeline: Timeline) -> list[tuple[str, str]]:

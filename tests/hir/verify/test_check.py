@@ -849,29 +849,6 @@ def mlp() -> HostProgram:
     return mf.compile(fd).host
 
 
-@pytest.mark.parametrize("op", ["alloc", "post", "wait", "free", "binary", "unary", "matmul"])
-def test_every_instruction_is_needed(op: str) -> None:
-    """Leaving out any one of a lowered program is refused, for all ranks and on one of them."""
-    program = mlp()
-    accepted(program)
-    found = [at for at, i in enumerate(program.instructions) if i.op == op]
-    assert found
-    for at in found:
-        refused(without(program, at))
-        programs = everywhere(program)
-        refused({**programs, 1: without(programs[1], at)})
-
-
-def test_posts_keep_their_order() -> None:
-    program = mlp()
-    posts = [at for at, i in enumerate(program.instructions) if i.op == "post"]
-    assert len(posts) > 1
-    programs = everywhere(program)
-    code = list(programs[1].instructions)
-    code.insert(posts[0], code.pop(posts[1]))
-    refused({**programs, 1: replace(programs[1], instructions=tuple(code))})
-
-
 def test_cost_does_not_grow_with_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of ranks are looked at as often on 4096 ranks as on 4."""
     asked = {}

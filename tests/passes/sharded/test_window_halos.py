@@ -15,7 +15,7 @@ import mdfuse as mf
 from mdfuse import Options
 from mdfuse.ir.attention import attend, attend_grad
 from mdfuse.ir.attention_halos import add_halos, attend_grad_in_parts
-from passes.sharded.test_context import defined, expected
+from passes.sharded.test_context_parallel import defined, expected
 
 GATHER = Options(context="gather")
 

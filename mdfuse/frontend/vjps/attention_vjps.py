@@ -12,7 +12,7 @@ from mdfuse.extents.extent import Extent
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import creations, reductions, views
 from mdfuse.frontend.ops.recording import back, in_f32, record, record_several
-from mdfuse.frontend.vjps.matrices import product
+from mdfuse.frontend.vjps.matrix_vjps import product
 from mdfuse.frontend.vjps.table import Applied, eq, ge, rule, where
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mdfuse.ir.dims import DimMap, Shape, Shapes
-from mdfuse.ir.extremes import neutral
+from mdfuse.ir.dtype_limits import neutral
 from mdfuse.ir.local_attributes import ExprPart
 from mdfuse.layouts.boxes import box_shape
 

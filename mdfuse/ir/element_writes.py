@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mdfuse.ir.dims import DimMap, Shape, Shapes, window_grad
-from mdfuse.ir.indexing import check_shape
+from mdfuse.ir.gather_scatter import check_shape
 from mdfuse.ir.local_attributes import ExprPart, local_taken
 
 Attrs = Mapping[str, Any]

@@ -16,15 +16,9 @@ _ROWS: dict[str, Any] = {
     "localize": ragged.local_rows, "globalize": ragged.whole_rows, "is_single": False,
     "attrs": (*_HERE, *_BOUND),
 }  # fmt: skip
-row(
-    "counts",
-    ragged.count,
-    ragged_dims.of_count,
-    ragged.shape_of_count,
-    DENSE,
+row("counts", ragged.count, ragged_dims.of_count, ragged.shape_of_count, DENSE,
     attrs=(attr("experts", "count", True), attr("parts", "count", True), *_HERE),
-    **_GROUPS,
-)
+    **_GROUPS)  # fmt: skip
 row("group_rows", ragged.group, ragged_dims.of_group, ragged.shape_of_group, DENSE, operands=(3, 3),
     **_ROWS)  # fmt: skip
 row("ungroup_rows", ragged.ungroup, ragged_dims.of_ungroup, ragged.shape_of_ungroup, DENSE,

@@ -8,8 +8,8 @@ from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import creations, views
 from mdfuse.frontend.ops.lookup_parts import at_places, first_places
 from mdfuse.frontend.ops.recording import record
+from mdfuse.frontend.vjps.slice_cotangents import sliced
 from mdfuse.frontend.vjps.table import Applied, eq, rule, where
-from mdfuse.frontend.vjps.windows import sliced
 
 
 @rule("index_copy")

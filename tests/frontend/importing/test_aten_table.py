@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import mdfuse as mf
 from mdfuse import DefinitionError, DeviceMesh, Shard
-from mdfuse.frontend.importing.table import BY_VALUE, IN_CONTEXT, ROWS, TABLE, VIEWS, is_known
+from mdfuse.frontend.importing.aten_table import BY_VALUE, IN_CONTEXT, ROWS, TABLE, VIEWS, is_known
 from mdfuse.trees import flattened
 
 TP = DeviceMesh.arange(tp=2)
@@ -249,4 +249,4 @@ def test_what_the_table_names_is_there() -> None:
 def test_what_is_refused(call: Callable[..., Any], said: str) -> None:
     with pytest.raises(DefinitionError, match=said) as error:
         mf.from_torch(Calls(call), (A,), mesh=TP).compile()
-    assert "test_table.py" in str(error.value)
+    assert "test_aten_table.py" in str(error.value)

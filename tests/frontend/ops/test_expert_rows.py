@@ -189,4 +189,4 @@ def test_refused_with_the_line(name: str) -> None:
             call(fd, rows, i)
         fd.add_output(n)
     assert because in str(refused.value), str(refused.value)
-    assert "test_ragged.py" in str(refused.value)
+    assert "test_expert_rows.py" in str(refused.value)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.ir.extremes import highest, lowest
+from mdfuse.ir.dtype_limits import highest, lowest
 from mdfuse.ir.tensors import why_not
 
 

@@ -19,9 +19,9 @@ from helpers.oracle import is_close
 import mdfuse as mf
 from mdfuse import DeviceMesh, FusionDefinition, Layout, MdfuseError, Shard
 from mdfuse.frontend import ops as frontend
+from mdfuse.frontend.argument_kinds import REFUSED as NOTHING
+from mdfuse.frontend.argument_kinds import ArgumentKind, kinds_of, taken, taking_kinds
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.kinds import REFUSED as NOTHING
-from mdfuse.frontend.kinds import ArgumentKind, kinds_of, taken, taking_kinds
 
 STRANGE: tuple[Any, ...] = (
     10**20, -(10**20), 10**5000, "x", b"x", {}, {1}, object(), print, [[1]], [0.5], [None], 1j,

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from mdfuse.ir import indexing, updates
+from mdfuse.ir import element_writes as writes
+from mdfuse.ir import gather_scatter as lookups
 from mdfuse.ir import local_attributes as of_part
 from mdfuse.ir.attributes import attr, word
 from mdfuse.ir.op_table import row
 from mdfuse.ir.out_forms import DENSE, exact
-from mdfuse.ir.rows.views import WINDOW
+from mdfuse.ir.rows.view_rows import WINDOW
 
 _DIM, _PART = attr("along", "place", True), attr("part", "part", is_local=True)
 _MADE = (attr("shape", "shape", True), attr("box", "box", is_local=True))
 _LOOKUP: dict[str, Any] = {
-    "operands": (2, 2), "indexed": 1, "attrs": (_DIM, _PART), "localize": indexing.local_part,
+    "operands": (2, 2), "indexed": 1, "attrs": (_DIM, _PART), "localize": lookups.local_part,
     "is_single": False, "partial": "view",
 }  # fmt: skip
 _MAKING: dict[str, Any] = {
@@ -22,20 +23,15 @@ _MAKING: dict[str, Any] = {
     "partial": "reduce",
 }  # fmt: skip
 
-row("index_select", indexing.select, indexing.of_select, indexing.shape_of_select, DENSE,
+row("index_select", lookups.select, lookups.of_select, lookups.shape_of_select, DENSE,
     **_LOOKUP)  # fmt: skip
-row("gather", indexing.gather, indexing.of_gather, indexing.shape_of_gather, DENSE, **_LOOKUP)
-row("index_sum", indexing.select_grad, indexing.of_select_grad, indexing.shape_of_made, DENSE,
+row("gather", lookups.gather, lookups.of_gather, lookups.shape_of_gather, DENSE,
+    **_LOOKUP)  # fmt: skip
+row("index_sum", lookups.select_grad, lookups.of_select_grad, lookups.shape_of_made, DENSE,
     attrs=(_DIM, *_MADE), **_MAKING)  # fmt: skip
-row(
-    "scatter_reduce",
-    indexing.scatter,
-    indexing.of_scatter,
-    indexing.shape_of_made,
-    DENSE,
+row("scatter_reduce", lookups.scatter, lookups.of_scatter, lookups.shape_of_made, DENSE,
     attrs=(_DIM, word("reduce", "sum", "prod", "max", "min", required=True), *_MADE),
-    **_MAKING,
-)
+    **_MAKING)  # fmt: skip
 
 
 # -- writes of a few elements ----------------------------------------------------------------------
@@ -45,19 +41,19 @@ _ALONG, _PART = attr("along", "place", True), attr("part", "part", is_local=True
 _DROPS = attr("drops", "bool")
 _INDEXED: dict[str, Any] = {
     "operands": (3, 3), "indexed": -1, "keeps": -1, "attrs": (_ALONG, _DROPS, _PART),
-    "localize": indexing.local_part,
+    "localize": lookups.local_part,
 }  # fmt: skip
 
-row("index_copy", updates.copy, updates.of_copy, updates.shape_of_copy, exact(updates.copy),
+row("index_copy", writes.copy, writes.of_copy, writes.shape_of_copy, exact(writes.copy),
     **_INDEXED)  # fmt: skip
-row("scatter", updates.scatter, updates.of_scatter, updates.shape_of_scatter,
-    exact(updates.scatter), **_INDEXED)  # fmt: skip
+row("scatter", writes.scatter, writes.of_scatter, writes.shape_of_scatter,
+    exact(writes.scatter), **_INDEXED)  # fmt: skip
 row(
     "index_put",
-    updates.put,
-    updates.of_put,
-    updates.shape_of_put,
-    exact(updates.put),
+    writes.put,
+    writes.of_put,
+    writes.shape_of_put,
+    exact(writes.put),
     operands=(3, None),
     indexed=-1,
     keeps=-1,
@@ -68,14 +64,14 @@ row(
         attr("box", "box", is_local=True),
         attr("extents", "counts", is_local=True),
     ),
-    localize=updates.local_box,
+    localize=writes.local_box,
 )
 row(
     "slice_scatter",
-    updates.write_window,
-    updates.of_window,
-    updates.shape_of_window,
-    exact(updates.write_window),
+    writes.write_window,
+    writes.of_window,
+    writes.shape_of_window,
+    exact(writes.write_window),
     operands=(2, 2),
     keeps=-1,
     few=lambda source, x, **attrs: x.clone(),  # few elements are not where the window is
@@ -85,5 +81,5 @@ row(
         attr("taken", "box", is_local=True),
         attr("at", "places", is_local=True),
     ),
-    localize=updates.local_window,
+    localize=writes.local_window,
 )

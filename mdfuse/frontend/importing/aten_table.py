@@ -330,10 +330,6 @@ TABLE: dict[str, Call] = {
 }  # fmt: skip
 
 
-def _is_mask(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.dtype == torch.bool
-
-
 def is_known(target: str) -> bool:
     """Return whether the table has an operation."""
     return target in TABLE or target in IN_CONTEXT or target in VIEWS
@@ -374,7 +370,7 @@ BY_VALUE: Mapping[str, Call] = {
     "aten.index_put.default": lambda x, indices, values, *_: [
         x,
         values,
-        *(i for i in indices if not _is_mask(i)),
+        *(i for i in indices if not (isinstance(i, Tensor) and i.dtype == torch.bool)),
     ],
     "aten.embedding_bag.padding_idx": bags.wanted,
     "aten.scaled_dot_product_attention.default": drawn.wanted_of_attention,

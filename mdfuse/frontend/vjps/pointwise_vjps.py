@@ -11,6 +11,7 @@ import torch
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import creations
 from mdfuse.frontend.ops.recording import record
+from mdfuse.frontend.vjps.slice_cotangents import Part
 from mdfuse.frontend.vjps.table import (
     RULES,
     Applied,
@@ -38,7 +39,6 @@ from mdfuse.frontend.vjps.table import (
     where,
     widely,
 )
-from mdfuse.frontend.vjps.windows import Part
 from mdfuse.ir import slopes
 
 # -- pointwise: two operands ---------------------------------------------------------------------

@@ -16,7 +16,15 @@ from mdfuse.errors import DefinitionError
 from mdfuse.frontend.definition import FusionDefinition
 from mdfuse.frontend.grad import recompute
 from mdfuse.frontend.handle import Handle
-from mdfuse.frontend.importing import chosen, routes
+from mdfuse.frontend.importing import chosen, expert_routes
+from mdfuse.frontend.importing.aten_table import (
+    BY_VALUE,
+    IGNORED,
+    IN_CONTEXT,
+    ROWS,
+    TABLE,
+    VIEWS,
+)
 from mdfuse.frontend.importing.batches import on_batches
 from mdfuse.frontend.importing.capture import ExportedModule
 from mdfuse.frontend.importing.constants import Distinct, as_value, is_made
@@ -31,14 +39,6 @@ from mdfuse.frontend.importing.module_lines import called_at, line_of
 from mdfuse.frontend.importing.module_stages import ModelStages
 from mdfuse.frontend.importing.place import Placed
 from mdfuse.frontend.importing.recomputed import RecomputedNodes
-from mdfuse.frontend.importing.table import (
-    BY_VALUE,
-    IGNORED,
-    IN_CONTEXT,
-    ROWS,
-    TABLE,
-    VIEWS,
-)
 from mdfuse.frontend.importing.view_chains import Views
 from mdfuse.frontend.ops.recording import definition_of, in_block
 from mdfuse.frontend.ops.views import set as set_
@@ -382,7 +382,7 @@ class _Recording:
         if ramp := ramp_of(node, self.read):
             self._constants[value.id] = ramp
         operand = self.read(node.args[0]) if node.args and isinstance(node.args[0], Node) else None
-        is_same = str(node.target) in routes.MAPPED or routes.is_pointwise(node)
+        is_same = str(node.target) in expert_routes.MAPPED or expert_routes.is_pointwise(node)
         if is_same and isinstance(operand, Handle) and operand.shape == value.shape:
             self._parts.setdefault(value.id, self._parts_of(operand))
 
@@ -432,17 +432,17 @@ class _Recording:
             return self._apply(target, args, kwargs)
         call = GraphCall(
             target=target,
-            is_pointwise=routes.is_pointwise(node),
+            is_pointwise=expert_routes.is_pointwise(node),
             apply=self._apply,
             parts=self._parts_of,
             tokens=self.model.parts_of_tokens,
             known=lambda x: self._constants.get(x.id, x) if isinstance(x, Handle) else x,
             capacity=self.model.capacity,
         )
-        for rules in (chosen.on_chosen, routes.on_rows):
+        for rules in (chosen.on_chosen, expert_routes.on_rows):
             if (routed := rules(call, args, kwargs)) is not None:
                 return routed
-        return self._apply(target, *map_aggregate((args, kwargs), routes.sorted_again))
+        return self._apply(target, *map_aggregate((args, kwargs), expert_routes.sorted_again))
 
     def _index(self, node: Any, x: Any) -> Any:
         """Return an index; if a run computes it as a count from 0, the `Ramp`."""

@@ -19,7 +19,7 @@ from torch import Tensor
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard, Stream, hir_lowering
 from mdfuse.ir.graph import Fusion
-from mdfuse.passes import overlap
+from mdfuse.passes import collective_matmul
 
 LINE = DeviceMesh.arange(tp=4)
 GRID = DeviceMesh.arange(dp=2, tp=2)
@@ -29,8 +29,8 @@ def shown(fusion: Fusion) -> list[str]:
     """Each window with its forms: (chunks, rotated axis)."""
     return [
         f"{' '.join(e.op for e in w.exprs)}: "
-        + " ".join(f"{f.chunks}{f.rotate or ''}" for f in overlap.forms(fusion, w))
-        for w in overlap.windows(fusion)
+        + " ".join(f"{f.chunks}{f.rotate or ''}" for f in collective_matmul.forms(fusion, w))
+        for w in collective_matmul.windows(fusion)
     ]
 
 
@@ -208,7 +208,7 @@ def test_a_stream_of_the_user_is_left_alone() -> None:
         y = (x @ w).on(LINE, {"tp": Shard(1)})
         fd.add_output(y)
         fd.add_output(fd.ops.exp(y).on(LINE, {"tp": Shard(1)}, stream=Stream(0, 2)))
-    assert overlap.windows(hir_lowering.prepare(fd.fusion)) == ()
+    assert collective_matmul.windows(hir_lowering.prepare(fd.fusion)) == ()
 
 
 def test_an_order_that_is_required_is_kept() -> None:
@@ -218,7 +218,7 @@ def test_an_order_that_is_required_is_kept() -> None:
         y = (x @ w).on(LINE, {"tp": Shard(1)})
         fd.add_output(fd.ops.stride_order(y, [0, 1]))
     fusion = hir_lowering.prepare(fd.fusion)
-    assert overlap.windows(fusion) == ()
+    assert collective_matmul.windows(fusion) == ()
 
 
 def test_a_product_that_must_come_between_is_no_part() -> None:
@@ -270,6 +270,6 @@ def test_side_by_side_in_the_order_that_is_left() -> None:
         fd.add_output(whole @ fd.ops.exp(w * 2))
     fusion = hir_lowering.prepare(fd.fusion)
     assert [e.op for e in fusion.exprs] == ["set", "mul", "exp", "matmul"]
-    (window,) = overlap.windows(fusion)
-    (streamed, *_) = overlap.forms(fusion, window).values()
+    (window,) = collective_matmul.windows(fusion)
+    (streamed, *_) = collective_matmul.forms(fusion, window).values()
     assert [e.op for e in streamed.exprs] == ["mul", "exp", "set", "matmul"]

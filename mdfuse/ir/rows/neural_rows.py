@@ -21,32 +21,16 @@ from mdfuse.ir import local_attributes as of_part
 from mdfuse.ir.attributes import attr, word
 from mdfuse.ir.op_table import row
 from mdfuse.ir.out_forms import ANYHOW, DENSE, exact, product, rounded
-from mdfuse.ir.rows.views import WINDOW
+from mdfuse.ir.rows.view_rows import WINDOW
 
 _F = torch.nn.functional
 
 _COMPOSITE: dict[str, Any] = {"is_single": False}
 _ALONG: dict[str, Any] = {"attrs": (attr("dim", "dim", True),), **_COMPOSITE}
-row(
-    "matmul",
-    torch.matmul,
-    dims.matmul,
-    shapes.matmul,
-    product(out_forms.matmul),
-    stays=1,
-    is_library=True,
-    operands=(2, 2),
-)
-row(
-    "linear",
-    lambda x, w, b=None: _F.linear(x, w, b),
-    dims.linear,
-    shapes.linear,
-    product(out_forms.linear),
-    stays=1,
-    is_library=True,
-    operands=(2, 3),
-)
+row("matmul", torch.matmul, dims.matmul, shapes.matmul, product(out_forms.matmul), stays=1,
+    is_library=True, operands=(2, 2))  # fmt: skip
+row("linear", lambda x, w, b=None: _F.linear(x, w, b), dims.linear, shapes.linear,
+    product(out_forms.linear), stays=1, is_library=True, operands=(2, 3))  # fmt: skip
 row(
     "embedding",
     calls.lookup,
@@ -90,16 +74,9 @@ for _name, _call, *_own in (
     ("sort", calls.sort, _DIM, attr("descending", "bool"), attr("stable", "bool")),
 ):
     row(_name, _call, dims.ranked, shapes.ranked, DENSE, attrs=tuple(_own), **_RANKED)
-row(
-    "layer_norm",
-    calls.normalize,
-    dims.layer_norm,
-    shapes.layer_norm,
-    DENSE,
-    operands=(3, 3),
+row("layer_norm", calls.normalize, dims.layer_norm, shapes.layer_norm, DENSE, operands=(3, 3),
     attrs=(attr("normalized_shape", "shape", True), attr("eps", "number", True)),
-    **_COMPOSITE,
-)
+    **_COMPOSITE)  # fmt: skip
 _ATTEND = (
     attr("is_causal", "bool"),
     attr("scale", "number"),
@@ -110,31 +87,12 @@ _ATTEND = (
     attr("rows", "box", is_local=True),
     attr("keys", "box", is_local=True),
 )
-row(
-    "rms_norm",
-    calls.root_mean_square_normalize,
-    dims.layer_norm,
-    shapes.layer_norm,
-    DENSE,
-    operands=(2, 2),
-    attrs=(attr("normalized_shape", "shape", True), attr("eps", "number", True)),
-    **_COMPOSITE,
-)
-row(
-    "scaled_dot_product_attention",
-    calls.attend,
-    attention_dims.attention,
-    shapes.attention,
-    ANYHOW,
-    host="attention",
-    localize=of_part.local_positions,
-    globalize=of_part.whole_positions,
-    is_library=True,
-    is_plain=True,
-    operands=(3, 5),
-    attrs=_ATTEND,
-    **_COMPOSITE,
-)
+row("rms_norm", calls.root_mean_square_normalize, dims.layer_norm, shapes.layer_norm, DENSE,
+    operands=(2, 2), attrs=(attr("normalized_shape", "shape", True), attr("eps", "number", True)),
+    **_COMPOSITE)  # fmt: skip
+row("scaled_dot_product_attention", calls.attend, attention_dims.attention, shapes.attention,
+    ANYHOW, host="attention", localize=of_part.local_positions, globalize=of_part.whole_positions,
+    is_library=True, is_plain=True, operands=(3, 5), attrs=_ATTEND, **_COMPOSITE)  # fmt: skip
 for _name, _call, _rule, _shape, _counts in (
     ("attention", attention.attend, attention_dims.attended, shapes.attended, (2, 3, 5)),
     (
@@ -149,33 +107,12 @@ for _name, _call, _rule, _shape, _counts in (
     _more |= {"is_plain": True, "localize": of_part.local_positions}
     _more["globalize"] = of_part.whole_positions
     row(_name, _call, _rule, _shape, ANYHOW, attrs=_ATTEND, **_more, **_COMPOSITE)
-row(
-    "paged_attention",
-    paged.attend,
-    paged.labels,
-    paged.shape,
-    ANYHOW,
-    is_library=True,
-    is_plain=True,
-    operands=(5, 5),
-    attrs=(attr("scale", "number"),),
-    **_COMPOSITE,
-)
-row(
-    "attention_parts",
-    attention.attend_parts,
-    attention_dims.attention_parts,
-    shapes.attention_parts,
-    ANYHOW,
-    localize=of_part.local_parts,
-    globalize=of_part.whole_parts,
-    results=2,
-    operands=(3, 5),
-    is_library=True,
-    is_plain=True,
-    attrs=(*_ATTEND, attr("parts", "extent", True)),
-    **_COMPOSITE,
-)
+row("paged_attention", paged.attend, paged.labels, paged.shape, ANYHOW, is_library=True,
+    is_plain=True, operands=(5, 5), attrs=(attr("scale", "number"),), **_COMPOSITE)  # fmt: skip
+row("attention_parts", attention.attend_parts, attention_dims.attention_parts,
+    shapes.attention_parts, ANYHOW, localize=of_part.local_parts, globalize=of_part.whole_parts,
+    results=2, operands=(3, 5), is_library=True, is_plain=True,
+    attrs=(*_ATTEND, attr("parts", "extent", True)), **_COMPOSITE)  # fmt: skip
 row(
     "attention_halo_grad",
     attention_halos.attend_grad_in_parts,
@@ -196,38 +133,13 @@ row(
     ),
     **_COMPOSITE,
 )
-row(
-    "add_halos",
-    attention_halos.add_halos,
-    attention_halos.halo_labels,
-    attention_halos.halo_shape,
-    ANYHOW,
-    localize=attention_halos.local_halos,
-    operands=(2, None),
+row("add_halos", attention_halos.add_halos, attention_halos.halo_labels, attention_halos.halo_shape,
+    ANYHOW, localize=attention_halos.local_halos, operands=(2, None),
     attrs=(attr("chunk", "count", True), attr("starts", "counts", is_local=True)),
-    **_COMPOSITE,
-)
-row(
-    "attention_terms",
-    attention.attend_terms,
-    attention_dims.attention_terms,
-    shapes.attention_terms,
-    ANYHOW,
-    localize=of_part.local_positions,
-    globalize=of_part.whole_positions,
-    operands=(3, 5),
-    is_library=True,
-    is_plain=True,
-    attrs=_ATTEND,
-    **_COMPOSITE,
-)
-row(
-    "cat",
-    calls.cat,
-    shifts.joined,
-    shapes.cat,
-    exact(calls.cat),
-    operands=(1, None),
-    partial="all",
-    **_ALONG,
-)
+    **_COMPOSITE)  # fmt: skip
+row("attention_terms", attention.attend_terms, attention_dims.attention_terms,
+    shapes.attention_terms, ANYHOW, localize=of_part.local_positions,
+    globalize=of_part.whole_positions, operands=(3, 5), is_library=True, is_plain=True,
+    attrs=_ATTEND, **_COMPOSITE)  # fmt: skip
+row("cat", calls.cat, shifts.joined, shapes.cat, exact(calls.cat), operands=(1, None),
+    partial="all", **_ALONG)  # fmt: skip

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import indexing, views
 from mdfuse.frontend.ops.recording import record
+from mdfuse.frontend.vjps.slice_cotangents import Window, sliced
 from mdfuse.frontend.vjps.table import RULES, Applied, rule
-from mdfuse.frontend.vjps.windows import Window, sliced
 
 RULES.update(
     {

@@ -1,4 +1,4 @@
-"""Loop indices that instructions mention."""
+"""Terms of index expressions: loop indices, and numbers that depend on the rank."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from mdfuse.extents.expressions import Index, terms
 from mdfuse.hir.program import BufferType, Instruction
 from mdfuse.layouts.layout import Layout
+from mdfuse.mesh import DeviceMesh
 
 
 def index_names(i: Instruction, types: Mapping[str, BufferType]) -> set[str]:
@@ -25,3 +26,20 @@ def names_in(layouts: Iterable[Layout | None], indices: tuple[Index, ...] = ()) 
     if not indices:
         return set()
     return {t.name for index in indices for t in terms(index) if t.kind == "index"}
+
+
+def depends_on_rank(index: object) -> bool:
+    """Return whether an index expression may be another number on other ranks."""
+    return any(t.kind in ("rank", "coord") for t in terms(index))
+
+
+def axes_of(index: Index, mesh: DeviceMesh) -> frozenset[str]:
+    """Return the axes of a mesh along which an index expression may be another number."""
+    every = frozenset(a for a in mesh.axes if mesh.axis_size(a) > 1)
+    axes: set[str] = set()
+    for term in terms(index):
+        if term.kind == "coord" and term.name in mesh.axes:
+            axes.add(term.name)
+        elif term.kind in ("rank", "coord"):
+            axes |= every
+    return every & axes

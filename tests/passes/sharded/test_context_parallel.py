@@ -111,7 +111,7 @@ def test_heads_that_are_fewer_than_ranks_are_refused() -> None:
     with pytest.raises(mf.MdfuseError, match="positions are split along cp") as caught:
         mf.compile(fd, Options(context="heads"))
     assert "2 heads for 4 ranks" in str(caught.value)
-    assert "test_context.py" in str(caught.value)
+    assert "test_context_parallel.py" in str(caught.value)
 
 
 @pytest.mark.parametrize(("rows", "window", "received"), [(64, 5, 4), (23, 100, 6), (8, 1, 0)])
