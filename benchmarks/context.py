@@ -26,9 +26,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _measure import Contender, Report, Row, device_time, host_time, interleave, show
+from _positions import positions, ring
 from _ranks import Ranks, start_or_alone
 from _whole_nets import SMALL, Block, Size, angles
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import mdfuse as mf
 from mdfuse import Shard
@@ -142,14 +144,6 @@ class Case:
         return mf.DeviceMesh.arange(cp=self.ranks.comm.size)
 
 
-def positions(size: int, ranks: int, rank: int, is_zigzag: bool) -> Tensor:
-    """Return which positions a rank has."""
-    if not is_zigzag:
-        return torch.arange(size).chunk(ranks)[rank]
-    chunks = torch.arange(size).chunk(2 * ranks)
-    return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]])
-
-
 # -- contenders ------------------------------------------------------------------------------------
 
 
@@ -212,17 +206,15 @@ def _with_weights_of(block: Block, other: Block) -> Block:
 
 def _context_parallel(case: Case) -> Step:
     """Return torch's ring, whose attention is patched while it runs; it balances positions."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.experimental import context_parallel
-
-    mesh = init_device_mesh(case.ranks.device.type, (case.ranks.comm.size,))
+    device = case.ranks.device
+    mesh = init_device_mesh(device.type, (case.ranks.comm.size,))
     layer, size = case.layer(), case.ranks.comm.size
     at = positions(case.size.tokens, size, case.ranks.comm.rank, is_zigzag=True)
     layer.cos, layer.sin = (x[at.to(x.device)].contiguous() for x in (layer.cos, layer.sin))
     step = _by_hand(case, layer, None, is_split=True)  # torch.compile does not see the patch
 
     def run(x: Tensor, seed: Tensor) -> list[Tensor]:
-        with context_parallel(mesh):
+        with ring(mesh, device):
             return step(x, seed)
 
     return run

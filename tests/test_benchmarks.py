@@ -253,7 +253,11 @@ def test_layers_that_cannot_be_measured(
 
 @pytest.mark.parametrize(
     ("style", "recompute", "peer"),
-    [("fsdp", "both", "FSDP2"), ("tp", "no", "sequence parallelism by hand")],
+    [
+        ("fsdp", "both", "FSDP2"),
+        ("tp", "no", "sequence parallelism by hand"),
+        ("cp", "yes", "FSDP2, keys gathered"),
+    ],
 )
 def test_whole_models_train_as_their_peers(
     tmp_path: Path, style: str, recompute: str, peer: str
@@ -264,10 +268,11 @@ def test_whole_models_train_as_their_peers(
     stored = written(tmp_path, "whole_models.py", *small, *few, "--rows", style, ranks=2)
     names = [(row["name"], row["alternative"]) for row in stored["rows"]]
     whats = ("time of a step", "start, cold", "losses of 4 steps")
-    cases = [f"{style}=2", *([f"{style}=2, recompute"] if recompute == "both" else [])]
+    ends = {"no": [""], "yes": [", recompute"], "both": ["", ", recompute"]}[recompute]
+    cases = [f"{style}=2{end}" for end in ends]
     assert names == [(f"{case}: {what}", peer) for case in cases for what in whats]
     all_ = stored["world"]["contenders"]
-    plain = all_[f"{style}=2: {peer}"]["losses"]
+    plain = all_[f"{cases[0]}: {peer}"]["losses"]
     for case in cases:
         mine, theirs = (all_[f"{case}: {name}"]["losses"] for name in ("mdfuse", peer))
         assert theirs[2] < theirs[0] and theirs[3] < theirs[1], "batches take turns"
