@@ -285,6 +285,8 @@ def test_one_rank_trains_no_split_model(ended_at_once: Ended) -> None:
     assert done.returncode == 1 and "rows fsdp, tp: on 1 rank there are alone" in done.stderr
 
 
+DECODES, DECODERS = ("attention", "layer"), ("mdfuse", "torch")
+
 #: Script -> its arguments, and the names of its rows with their alternatives.
 SPLIT = {
     "experts.py": (
@@ -293,9 +295,12 @@ SPLIT = {
         {f"step: {name}" for name in ("mdfuse", "hand", "hand-compiled")},
     ),
     "context.py": (
-        ("--tokens", "64", "--alone", "32"),
-        {("mdfuse, auto", "ulysses"), ("mdfuse, auto", "1/2 of one device")},
-        {"mdfuse, auto", "ulysses"},
+        ("--what", "layer,decode", "--tokens", "64", "--alone", "32", "--cache", "128"),
+        {("mdfuse, auto", "ulysses"), ("mdfuse, auto", "1/2 of one device")}
+        | {(f"decode, {what}", f"one device, {by}") for what in DECODES for by in DECODERS},
+        {"mdfuse, auto", "ulysses"}
+        | {f"{what.capitalize()}: one device, {by}" for what in DECODES for by in DECODERS}
+        | {f"{what.capitalize()}: mdfuse" for what in DECODES},
     ),
 }
 
@@ -308,6 +313,8 @@ def test_split_layers_give_the_values_of_whole_ones(tmp_path: Path, script: str)
     stored = written(tmp_path, script, *small, *arguments, ranks=2)
     assert {(row["name"], row["alternative"]) for row in stored["rows"]} == names
     assert stored["world"]["errors"].keys() == errors
+    received = stored["world"].get("bytes", {})  # sums and averages of all heads, and no keys
+    assert all(0 < x <= 2 * 4 * 4 * (16 + 2) for x in received.values()), received
 
 
 SHAPES = ("AG+MM 64 x 16 x 24", "MM+RS 64 x 16 x 24")
