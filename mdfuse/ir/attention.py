@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.ir import attention_kernels, documents, shapes
+from mdfuse.ir import attention_kernels, documents, few_rows, shapes
 from mdfuse.ir.visible import Run, Tile, tiles
 from mdfuse.layouts.boxes import nth_chunk
 
@@ -228,6 +228,8 @@ def _attend_tile(
         of_rows, of_keys = hides
         return documents.attend(q, k, v, of_rows, of_keys, scale, tile.shift, tile.window)
     mask, is_causal = _masked(tile, hides, q)
+    if _are_few(q, k, v, mask, is_causal):
+        return few_rows.attend_with_sums(q, k, v, _of_four_dims(mask), scale)
     kernels = _kernels(q, k, v, mask, is_causal)
     if kernels is None and is_causal and tile.shape[0] != tile.shape[1]:
         apart = tile._replace(rows=(0, tile.shape[0]), keys=(0, tile.shape[1])).halves()
@@ -240,6 +242,20 @@ def _attend_tile(
         hidden = (bias == -math.inf).all(-1)
         out, sums = out.masked_fill(hidden.unsqueeze(-1), 0), sums.masked_fill(hidden, -math.inf)
     return out.reshape(*q.shape[:-1], v.shape[-1]), sums.reshape(q.shape[:-1])
+
+
+def _are_few(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
+    """Return whether the kernel of few rows computes them: with a mask however many keys.
+
+    Torch's kernels with a mask give sums for as many heads of keys as of queries, and go through
+    all keys of a head one block after the other.
+    """
+    most = few_rows.KEYS if mask is None else math.inf
+    return few_rows.fits(q, k, v, _of_four_dims(mask), is_causal, True, most)
+
+
+def _of_four_dims(mask: Tensor | None) -> Tensor | None:
+    return mask if mask is None else mask.reshape(*(1,) * (4 - mask.ndim), *mask.shape)
 
 
 def _hides_of(tile: Tile, hides: Sequence[Tensor]) -> list[Tensor]:

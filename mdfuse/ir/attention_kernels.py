@@ -38,13 +38,19 @@ def kernels(
     is_new = torch.cuda.get_device_capability(query.device) >= (8, 0)
     may_flash = is_narrow and is_new and not has_bias
     if may_flash and features % 8 == 0 and features <= 256:
-        # flash alone takes a query that is shorter than the keys for the last rows of a longer one
-        if not (is_square and _may_cudnn(query, key, value, is_causal)):
+        # flash alone takes a query that is shorter than the keys for the last rows of a longer one,
+        # and splits the keys of few rows also where it gives sums
+        is_few = query.shape[-2] <= _FEW and not is_causal
+        if is_few or not (is_square and _may_cudnn(query, key, value, is_causal)):
             return _flash, _flash_grad
         return _cudnn, _cudnn_grad if features <= _CUDNN_GRAD_FEATURES else _flash_grad
     if is_square and dtype != torch.float64 and features % (8 if is_narrow else 4) == 0:
         return _efficient, _efficient_grad
     return None
+
+
+#: Rows of a head that do not fill a GPU.
+_FEW = 16
 
 
 def _on_cpu(

@@ -10,8 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from mdfuse.ir import calls, few_rows
+from mdfuse.ir import attention, calls, few_rows
+
+
+def logarithms(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """The logarithms of the sums of the powers, in f64."""
+    scores = q.double() @ k.double().repeat_interleave(q.shape[1] // k.shape[1], 1).mT * scale
+    return (scores if mask is None else scores.masked_fill(~mask, -math.inf)).logsumexp(-1)
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -66,6 +73,9 @@ def test_operands_that_fit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         if fits:
             y = calls.attend(q, k, v, mask, enable_gqa=gqa)
             assert (y.shape, y.dtype, y.device) == ((*q.shape[:3], v.shape[3]), q.dtype, q.device)
+            y, sums = attention.attend(q, k, v, mask, enable_gqa=gqa)
+            assert (y.shape, y.dtype, y.device) == ((*q.shape[:3], v.shape[3]), q.dtype, q.device)
+            assert (sums.shape, sums.dtype) == (q.shape[:3], torch.float32)
             monkeypatch.setattr(few_rows, "_has_triton", lambda: False)
             assert not few_rows.fits(q, k, v, mask, False, gqa)
 
@@ -107,6 +117,40 @@ def test_rows_that_can_be_heads(changes: dict[str, Any], fits: bool) -> None:
         assert few_rows.can_be_heads(q, k, v, mask, case.get("is_causal", False), gqa) is fits
 
 
+class Called(TorchDispatchMode):
+    """Notes which operations run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = set[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kw: Any = None) -> Any:
+        self.names.add(func.name())
+        return func(*args, **(kw or {}))
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("dims", [2, 4])
+def test_sums_of_a_long_cache(dims: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No heads of keys are repeated: with a mask our kernel, else one that splits keys."""
+    monkeypatch.setattr(few_rows, "_has_triton", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    with FakeTensorMode(), Called() as called:
+        how: Any = {"dtype": torch.bfloat16, "device": "cuda"}
+        q = torch.empty(1, 8, rows, 64, **how)
+        k, v = (torch.empty(1, 2, 1 << 17, 64, **how) for _ in "kv")
+        mask = torch.empty(
+            (*(1 for _ in range(dims - 1)), 1 << 17), dtype=torch.bool, device="cuda"
+        )
+        attention.attend_parts(q, k, v, mask, parts=1, enable_gqa=True)
+        assert "mdfuse::attend_few_rows_with_sums" in called.names
+        called.names.clear()
+        attention.attend_parts(q, k, v, None, parts=1, enable_gqa=True)
+        assert {x for x in called.names if "attention" in x or "attend" in x} == {
+            "aten::_scaled_dot_product_flash_attention"
+        }
+
+
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("seed", range(60))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -136,6 +180,10 @@ def test_numbers(dtype: torch.dtype, seed: int) -> None:
     error = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
     assert y.dtype == dtype and bool(y.isfinite().all())
     torch.testing.assert_close(y.double(), want, rtol=error, atol=error)
+    y, sums = attention.attend(q, k, v, mask, scale=scale, enable_gqa=True)
+    torch.testing.assert_close(y.double(), want, rtol=error, atol=error)
+    of_scores = logarithms(q, clean[0], mask, scale)
+    torch.testing.assert_close(sums.double(), of_scores, rtol=error, atol=error)
 
 
 @pytest.mark.gpu(1)
