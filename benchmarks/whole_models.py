@@ -425,7 +425,10 @@ def _options(arguments: argparse.Namespace) -> dict[Style, mf.Options]:
         # the peer adds activations up in bf16, too
         "tp": mf.Options(**plain, prefetch_bytes=arguments.prefetch),
         "fsdp_tp": mf.Options(**plain, **spread, prefetch_bytes=arguments.prefetch),
-        "cp": mf.Options(**plain, **spread, prefetch_bytes=arguments.prefetch),
+        # the peer has all logits at once: 16 chunks add up a gradient that 64 would read and write
+        "cp": mf.Options(
+            **plain, **spread, prefetch_bytes=arguments.prefetch, logits_bytes=1 << 30
+        ),
         "ddp": mf.Options(**{**plain, "bucket_bytes": _of_ddp(arguments.bucket)}, **spread),
         "alone": mf.Options(**plain),
     }
