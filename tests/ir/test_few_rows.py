@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mdfuse.ir import attention, calls, few_rows
+from mdfuse.ir import attention, attention_kernels, calls, few_rows
 
 
 def logarithms(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -149,6 +149,28 @@ def test_sums_of_a_long_cache(dims: int, rows: int, monkeypatch: pytest.MonkeyPa
         assert {x for x in called.names if "attention" in x or "attend" in x} == {
             "aten::_scaled_dot_product_flash_attention"
         }
+
+
+@pytest.mark.parametrize(("rows", "features", "squares"), [
+    (8192, 64, True), (1024, 64, False), (8192, 256, False),
+])  # fmt: skip
+def test_large_tiles_are_squares_for_cudnn(
+    rows: int, features: int, squares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last rows of a longer query, under a causal mask: flash takes them as they are."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(attention_kernels, "_may_cudnn", lambda *_: True)
+    with FakeTensorMode(), Called() as called:
+        how: Any = {"dtype": torch.bfloat16, "device": "cuda"}
+        q, ct = (torch.empty(1, 8, rows, features, **how) for _ in "qc")
+        k, v = (torch.empty(1, 2, 3 * rows, features, **how) for _ in "kv")
+        given: Any = {"is_causal": True, "enable_gqa": True, "q_offset": 2 * rows}
+        out, sums = attention.attend(q, k, v, **given)
+        assert (out.shape, out.dtype, sums.shape) == (q.shape, q.dtype, q.shape[:3])
+        attention.attend_grad(q, k, v, out, sums, ct, **given)
+    by = {x.split("product_")[1] for x in called.names if "product" in x}
+    kind = "cudnn" if squares else "flash"
+    assert by == {f"{kind}_attention", f"{kind}_attention_backward"}
 
 
 @pytest.mark.gpu(1)
