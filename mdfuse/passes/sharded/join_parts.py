@@ -9,7 +9,7 @@
     %y: f32[1,8,1,64] (cp=R) = div(slice(%s), slice(%s))
 
 So a step of decoding reads a long cache where it lies. It is done where that takes fewer bytes than
-to bring keys and values together. Of two parts `%o` and `%l` are gathered as they are, and joined
+to bring keys and values together. Two parts, `%o` and `%l`, are gathered as they are, and joined
 by both ranks: as many bytes in one post.
 """
 
