@@ -228,7 +228,8 @@ def _attend_tile(
         return documents.attend(q, k, v, of_rows, of_keys, scale, tile.shift, tile.window)
     mask, is_causal = _masked(tile, hides, q)
     if _are_few(q, k, v, mask, is_causal):
-        return few_rows.attend_with_sums(q, k, v, _of_four_dims(mask), scale)
+        few: tuple[Tensor, Tensor] = few_rows.attend_with_sums(q, k, v, _of_four_dims(mask), scale)
+        return few
     kernels = _kernels(q, k, v, mask, is_causal)
     if kernels is None and is_causal and tile.shape[0] != tile.shape[1]:
         apart = tile._replace(rows=(0, tile.shape[0]), keys=(0, tile.shape[1])).halves()
