@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from mdfuse.ir import attention, attention_kernels, calls, few_rows
+from mdfuse.ir import attention, calls, few_rows
 
 
 def logarithms(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -115,62 +114,6 @@ def test_rows_that_can_be_heads(changes: dict[str, Any], fits: bool) -> None:
             mask = torch.empty(mask, dtype=torch.bool, device=case["device"])
         gqa = case.get("enable_gqa", True)
         assert few_rows.can_be_heads(q, k, v, mask, case.get("is_causal", False), gqa) is fits
-
-
-class Called(TorchDispatchMode):
-    """Notes which operations run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names = set[str]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kw: Any = None) -> Any:
-        self.names.add(func.name())
-        return func(*args, **(kw or {}))
-
-
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("dims", [2, 4])
-def test_sums_of_a_long_cache(dims: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No heads of keys are repeated: with a mask our kernel, else one that splits keys."""
-    monkeypatch.setattr(few_rows, "_has_triton", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    with FakeTensorMode(), Called() as called:
-        how: Any = {"dtype": torch.bfloat16, "device": "cuda"}
-        q = torch.empty(1, 8, rows, 64, **how)
-        k, v = (torch.empty(1, 2, 1 << 17, 64, **how) for _ in "kv")
-        mask = torch.empty(
-            (*(1 for _ in range(dims - 1)), 1 << 17), dtype=torch.bool, device="cuda"
-        )
-        attention.attend_parts(q, k, v, mask, parts=1, enable_gqa=True)
-        assert "mdfuse::attend_few_rows_with_sums" in called.names
-        called.names.clear()
-        attention.attend_parts(q, k, v, None, parts=1, enable_gqa=True)
-        assert {x for x in called.names if "attention" in x or "attend" in x} == {
-            "aten::_scaled_dot_product_flash_attention"
-        }
-
-
-@pytest.mark.parametrize(("rows", "features", "squares"), [
-    (8192, 64, True), (1024, 64, False), (8192, 256, False),
-])  # fmt: skip
-def test_large_tiles_are_squares_for_cudnn(
-    rows: int, features: int, squares: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The last rows of a longer query, under a causal mask: flash takes them as they are."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(attention_kernels, "_may_cudnn", lambda *_: True)
-    with FakeTensorMode(), Called() as called:
-        how: Any = {"dtype": torch.bfloat16, "device": "cuda"}
-        q, ct = (torch.empty(1, 8, rows, features, **how) for _ in "qc")
-        k, v = (torch.empty(1, 2, 3 * rows, features, **how) for _ in "kv")
-        given: Any = {"is_causal": True, "enable_gqa": True, "q_offset": 2 * rows}
-        out, sums = attention.attend(q, k, v, **given)
-        assert (out.shape, out.dtype, sums.shape) == (q.shape, q.dtype, q.shape[:3])
-        attention.attend_grad(q, k, v, out, sums, ct, **given)
-    by = {x.split("product_")[1] for x in called.names if "product" in x}
-    kind = "cudnn" if squares else "flash"
-    assert by == {f"{kind}_attention", f"{kind}_attention_backward"}
 
 
 @pytest.mark.gpu(1)
