@@ -255,8 +255,10 @@ def _mine(case: Case, whole: Tensor, is_zigzag: bool) -> Tensor:
 def check(case: Case, forms: Sequence[str]) -> dict[str, float]:
     """Return the largest error of each contender at few positions.
 
+    A version of torch may lack a kernel for its own way: it is named, and left out.
+
     Raises:
-        AssertionError: it is too large.
+        AssertionError: an error is too large.
     """
     case = replace(case, size=replace(case.size, tokens=_FEW * case.ranks.comm.size))
     x, seed = case.drawn()
@@ -265,8 +267,14 @@ def check(case: Case, forms: Sequence[str]) -> dict[str, float]:
     norm, errors = torch.linalg.vector_norm, dict[str, float]()
     for name, (make, is_zigzag) in contenders(case, forms).items():
         step, mine = make(), partial(_mine, case, is_zigzag=is_zigzag)
-        for _ in range(2):  # the second one replays
-            got = step(mine(x), mine(seed))
+        try:
+            for _ in range(3):  # the third one replays
+                got = step(mine(x), mine(seed))
+        except (RuntimeError, NotImplementedError) as error:
+            if name != "context_parallel":
+                raise
+            screen.output().print(f"left out: {name}: {error}", markup=False, soft_wrap=True)
+            continue
         right = [mine(want[0]), mine(want[1]), *want[2:]]
         each = [float(norm(a.double() - b) / norm(b)) for a, b in zip(got, right, strict=True)]
         errors[name] = max(each)
@@ -344,6 +352,8 @@ def rows(case: Case, arguments: argparse.Namespace, world: dict[str, Any]) -> It
     x, seed = case.drawn()
     calls, peaks = dict[str, Callable[[], object]](), dict[str, int]()
     for name, (make, is_zigzag) in contenders(case, forms).items():
+        if name not in world["errors"]:
+            continue
 
         def with_inputs(make: Callable[[], Step] = make, order: bool = is_zigzag) -> Any:
             return partial(make(), _mine(case, x, order), _mine(case, seed, order))

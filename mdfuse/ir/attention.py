@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -113,9 +114,7 @@ def join_terms(total: Tensor, term: Tensor) -> Tensor:
     [2.0]
     """
     (a, of_a), (b, of_b) = ((x[..., :-1], x[..., -1]) for x in (total, term))
-    out, sums = join(a, of_a, b, of_b)
-    a.copy_(out)
-    of_a.copy_(sums)
+    join(a, of_a, b, of_b)
     return total
 
 
@@ -159,9 +158,13 @@ def attend_grad(
     saved = q, k, v, out, sums, ct
     if len(seen) == 1 and seen[0].shape == (q.shape[-2], k.shape[-2]):
         return _grad_of_tile(seen[0], saved, seen_by, scale)
-    is_apart = _follow(seen, q.shape[-2])
-    dtypes = (q.dtype if is_apart else wide_of(q.dtype), *(wide_of(x.dtype) for x in (k, v)))
-    grads = [x.new_zeros(x.shape, dtype=dt) for x, dt in zip((q, k, v), dtypes, strict=True)]
+    runs = [t.rows for t in seen], [t.keys for t in seen]
+    of_rows, of_keys = (q.dtype if _are_apart(x) else wide_of(q.dtype) for x in runs)
+    dtypes = of_rows, of_keys, of_keys
+    grads = [
+        torch.zeros(x.shape, dtype=dtype, device=x.device)
+        for x, dtype in zip((q, k, v), dtypes, strict=True)
+    ]
     for t in seen:
         parts = _grad_of_tile(t, saved, seen_by, scale)
         for total, part, at in zip(grads, parts, (t.rows, t.keys, t.keys), strict=True):
@@ -313,46 +316,42 @@ def _grad_of_tile(
 def _joined(
     parts: Sequence[tuple[Tile, tuple[Tensor, Tensor]]], q: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Join what rows make of their tiles, in f32 or f64: see `join`."""
-    wide, n = wide_of(q.dtype), q.shape[-2]
-    is_apart = _follow([tile for tile, _ in parts], n)
-    if len(parts) == 2 and all(tile.rows == (0, n) for tile, _ in parts):
-        out, sums = join(*parts[0][1], *parts[1][1])
-        return out.to(q.dtype), sums
-    out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=q.dtype if is_apart else wide)
+    """Join what rows make of their tiles; in f32 or f64, where rows have several: see `join`."""
+    wide, is_apart = wide_of(q.dtype), _are_apart([t.rows for t, _ in parts])
+    shape = *q.shape[:-1], v.shape[-1]
+    out = torch.zeros(shape, dtype=q.dtype if is_apart else wide, device=q.device)
     sums = torch.full(q.shape[:-1], -math.inf, dtype=wide, device=q.device)
-    for tile, (part, of_part) in parts:
+    for n, (tile, (part, of_part)) in enumerate(parts):
         into, of_into = _cut(out, tile.rows), _cut(sums, tile.rows, -1)
-        each = (part, of_part) if is_apart else join(into, of_into, part, of_part)
-        for x, new in zip((into, of_into), each, strict=True):
-            x.copy_(new)
+        if is_apart or not n:
+            into.copy_(part)
+            of_into.copy_(of_part)
+        else:
+            join(into, of_into, part, of_part)
     return out.to(q.dtype), sums
 
 
-def _follow(tiles: Sequence[Tile], n: int) -> bool:
-    """Return whether the rows of tiles follow each other, and are all n rows.
-
-    >>> _follow([Tile((0, 2), (0, 2), 0), Tile((2, 4), (0, 8), 4)], 4)
-    True
-    """
-    ends = [tile.rows for tile in tiles]
-    return [0, *(b for _, b in ends)] == [*(a for a, _ in ends), n]
+def _are_apart(runs: Sequence[Run]) -> bool:
+    """Tell whether no two runs have a position in common."""
+    ordered = sorted(runs)
+    return all(a[1] <= b[0] for a, b in pairwise(ordered))
 
 
-def join(a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Join what rows make of two sets of keys, with the logarithms of their sums.
+def join(a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor) -> None:
+    """Join what rows make of two sets of keys, with the logarithms of their sums, into the first.
 
     A part whose logarithm is -inf weighs 0, also where both are.
 
-    >>> one, none = torch.ones(1, 1), torch.full((1,), -math.inf)
-    >>> [x.tolist() for x in join(one, torch.zeros(1), 3 * one, none)]
-    [[[1.0]], [0.0]]
+    >>> one, sums = torch.ones(1, 1), torch.zeros(1)
+    >>> join(one, sums, 3 * torch.ones(1, 1), torch.full((1,), -math.inf))
+    >>> one.tolist(), sums.tolist()
+    ([[1.0]], [0.0])
     """
     sums = torch.logaddexp(of_a, of_b)
     shift = sums.masked_fill(sums == -math.inf, 0)
-    weights = ((x - shift).exp().unsqueeze(-1) for x in (of_a, of_b))
-    parts = [x * w for x, w in zip((a, b), weights, strict=True)]  # as wide as the weights
-    return parts[0] + parts[1], sums
+    of, other = ((x - shift).exp().unsqueeze(-1) for x in (of_a, of_b))
+    a.mul_(of).addcmul_(b, other)
+    of_a.copy_(sums)
 
 
 def _shape(x: Tensor | None) -> tuple[int, ...] | None:

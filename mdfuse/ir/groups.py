@@ -25,7 +25,13 @@ _T, _K, _N, _E = range(4)
 
 
 def multiply(
-    x: Tensor, weight: Tensor, ends: Tensor, *, rows: Part | None = None, part: Part | None = None
+    x: Tensor,
+    weight: Tensor,
+    ends: Tensor,
+    *,
+    rows: Part | None = None,
+    part: Part | None = None,
+    has_zeros: bool = True,
 ) -> Tensor:
     """Multiply rows of x with the matrix of their group.
 
@@ -36,9 +42,11 @@ def multiply(
             the last, which becomes zeros.
         rows: (first, behind the last, all) of the rows that x has; None: all.
         part: (first, behind the last, all) of the groups that the weight has; None: all.
+        has_zeros: False: rows behind the last group count for nothing.
     """
     if weight.numel() and x.numel() and torch_private.has_grouped_kernel([x], [weight]):
-        return _by_kernel(x, weight, *_spans(x, weight.shape[0], ends, rows, part))
+        spans = _spans(x, weight.shape[0], ends, rows, part)
+        return _by_kernel(x, weight, *spans, _begins_later(part), has_zeros)
     result = x.new_zeros((x.shape[0], weight.shape[2]))
     for i, (a, b, mask) in enumerate(_groups(x, weight.shape[0], ends, rows, part)):
         if mask is None:
@@ -61,8 +69,11 @@ def multiply_grad(
     count = shape[0] if part is None else part[1] - part[0]
     if count and x.numel() and ct.numel() and torch_private.has_grouped_kernel([x, ct]):
         starts, own_ends = _spans(x, count, ends, rows, part)
-        places = _from(starts[0], x.shape[0])
-        return torch_private.grouped_mm(x[places].T, ct[places], (own_ends - starts[0]).int())
+        if _begins_later(part):
+            places = _from(starts[0], x.shape[0])
+            x, ct, own_ends = x[places], ct[places], own_ends - starts[0]
+        left, right = map(torch_private.aligned_rows, (x, ct))
+        return torch_private.grouped_mm(left.T, right, own_ends.int())
     result = x.new_zeros((count, x.shape[1], ct.shape[1]))
     for i, (a, b, mask) in enumerate(_groups(x, count, ends, rows, part)):
         left, right = (t[a:b] if mask is None else torch.where(mask, t, 0) for t in (x, ct))
@@ -70,18 +81,27 @@ def multiply_grad(
     return result
 
 
-def _by_kernel(x: Tensor, weight: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
+def _begins_later(part: Part | None) -> bool:
+    """Return whether the first group here may begin behind the first row here."""
+    return part is not None and part[0] > 0
+
+
+def _by_kernel(
+    x: Tensor, weight: Tensor, starts: Tensor, ends: Tensor, is_later: bool, has_zeros: bool
+) -> Tensor:
     """Multiply by torch's kernel, which takes groups that begin with the first row.
 
-    What it leaves behind the last one is not written.
+    It does not write rows behind the last group.
     """
     t = x.shape[0]
-    places = _from(starts[0], t)
-    ends = ends - starts[0]
-    products = torch_private.grouped_mm(x[places], weight, ends.int())
-    is_written = torch.arange(t, device=x.device) < ends[-1]
-    products = torch.where(is_written.unsqueeze(1), products, 0)
-    return torch.empty_like(products).index_copy_(0, places, products)
+    if is_later:
+        places = _from(starts[0], t)
+        x, ends = x[places], ends - starts[0]
+    products = torch_private.grouped_mm(torch_private.aligned_rows(x), weight, ends.int())
+    if has_zeros:
+        is_written = torch.arange(t, device=x.device) < ends[-1]
+        products = torch.where(is_written.unsqueeze(1), products, 0)
+    return torch.empty_like(products).index_copy_(0, places, products) if is_later else products
 
 
 def _from(start: Tensor, t: int) -> Tensor:

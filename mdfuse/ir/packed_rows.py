@@ -89,7 +89,8 @@ def _take(out: Tensor, x: Tensor, at: Tensor, is_there: Tensor) -> None:
 def multiply(x: Tensor, weight: Tensor, n: Tensor) -> Tensor:
     """Multiply each row [rows,k] with the matrix of its expert, of [e,k,n]."""
     order = _by_expert(x, n)
-    products = groups.multiply(x if order is None else x[order], weight, _ends(n))
+    given = x if order is None else x[order]
+    products = groups.multiply(given, weight, _ends(n), has_zeros=False)
     if order is None:
         return products
     return torch.empty_like(products).index_copy_(0, order, products)

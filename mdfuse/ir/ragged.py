@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mdfuse.extents.extent import are_same
-from mdfuse.ir import packed_rows
+from mdfuse.ir import groups, packed_rows
 from mdfuse.ir.dims import Shape, Shapes
 from mdfuse.ir.local_attributes import ExprPart
 from mdfuse.ir.ragged_dims import choices
@@ -103,9 +103,25 @@ def put_back(
 
 def _put(x: Tensor, ids: Tensor, at: Tensor, places: Shape) -> Tensor:
     """Put the row of each choice of each token at its place; one behind the last is dropped."""
+    size = math.prod(places)
+    if not groups.may_look(x):  # reading rows one after the other takes half the time
+        return _taken_to(x, choices(ids.shape), at, size).view(*places, x.shape[-1])
     each = x if x.ndim == 3 else x.unsqueeze(1).expand(-1, choices(ids.shape), -1)
-    flat = x.new_zeros((math.prod(places) + 1, x.shape[-1]))
+    flat = x.new_zeros((size + 1, x.shape[-1]))
     return flat.index_copy_(0, at, each.flatten(0, 1))[:-1].view(*places, x.shape[-1])
+
+
+def _taken_to(x: Tensor, times: int, at: Tensor, size: int) -> Tensor:
+    """Return so many places, each with the row that is put there, or zeros."""
+    count = at.shape[0]
+    sources = at.new_full((size + 1,), count).index_copy_(0, at, _arange(count, at))[:-1]
+    if x.ndim == 2:
+        sources = sources.div(max(times, 1), rounding_mode="floor")
+    return torch.cat([x.flatten(0, -2), x.new_zeros((1, x.shape[-1]))])[sources]
+
+
+def _arange(count: int, like: Tensor) -> Tensor:
+    return torch.arange(count, dtype=like.dtype, device=like.device)
 
 
 def _taken(y: Tensor, ids: Tensor, at: Tensor) -> Tensor:

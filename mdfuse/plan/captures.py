@@ -37,8 +37,13 @@ class GraphRecorder(Protocol):
 
     stream: Any
 
-    def record(self, run: Callable[[], list[Any]]) -> tuple[list[Any], Recording]:
-        """Call a function; return results, whose buffers each replay fills, and the recording."""
+    def record(self, run: Callable[[], list[Any]], place: int) -> tuple[list[Any], Recording]:
+        """Call a function; return results, whose buffers each replay fills, and the recording.
+
+        Args:
+            run: the function.
+            place: when a run replays the recording, among the others of the recorder.
+        """
 
 
 #: A lock for captures and for the destruction of graphs: destroying a graph waits for the device,
@@ -66,51 +71,83 @@ def give_up(recording: Recording) -> None:
 
 
 @dataclass(slots=True)
+class ScratchPool:
+    """Memory that graphs share; the allocator gives it up with the last of them.
+
+    Attributes:
+        handle: names it to the allocator.
+        living: how many graphs use it.
+        latest: the place in a run of the last one that was captured.
+    """
+
+    handle: Any
+    living: int = 0
+    latest: int = 0
+
+
+@dataclass(slots=True)
+class ScratchPools:
+    """Chooses the pool that a capture takes its memory from.
+
+    Results are held as long as their graph, so no later capture of the same pool writes there. An
+    earlier one may: its scratch was free when the results were placed. So graphs share a pool only
+    if they are captured in the order in which a run replays them.
+
+    Attributes:
+        new: makes the handle of a pool.
+    """
+
+    new: Callable[[], Any]
+    _last: ScratchPool | None = None
+
+    def at(self, place: int) -> ScratchPool:
+        """Return the pool for a capture whose graph is replayed at this place of a run."""
+        if self._last is None or not self._last.living or place < self._last.latest:
+            self._last = ScratchPool(self.new())
+        self._last.latest = place
+        return self._last
+
+
+@dataclass(slots=True)
 class _CudaRecording:
     """A CUDA graph; its memory goes back to the allocator only when no replay is under way."""
 
     graph: torch.cuda.CUDAGraph
-    recorder: CudaRecorder
+    device: torch.device
+    pool: ScratchPool
     replay: Callable[[], None] = field(init=False)  # each run calls it: the binding itself
 
     def __post_init__(self) -> None:
         self.replay = super(torch.cuda.CUDAGraph, self.graph).replay
 
     def reset(self) -> None:
-        torch.cuda.synchronize(self.recorder.device)
+        torch.cuda.synchronize(self.device)
         self.graph.reset()
-        self.recorder.living -= 1
+        self.pool.living -= 1
 
 
 @dataclass(slots=True)
 class CudaRecorder:
     """Records CUDA graphs on a stream that plans are built for.
 
-    All graphs share one pool of scratch memory, because they are replayed one after the other.
-    Their results are held as long as the graphs, so no other graph writes there.
-
-    Attributes:
-        living: how many graphs there are.
-        pool: their memory; torch gives it up with the last of them.
+    Graphs share pools of scratch memory, because they are replayed one after the other.
     """
 
     device: torch.device
     stream: torch.cuda.Stream
-    living: int = 0
-    pool: Any = None
+    pools: ScratchPools = field(default_factory=lambda: ScratchPools(torch.cuda.graph_pool_handle))
 
-    def record(self, run: Callable[[], list[Any]]) -> tuple[list[Any], Recording]:
+    def record(self, run: Callable[[], list[Any]], place: int) -> tuple[list[Any], Recording]:
         """Capture the work that a function queues, and return its results and the graph.
 
         Other threads may use CUDA meanwhile: the libraries' watchdogs query events.
         """
-        if not self.living:
-            self.pool = torch.cuda.graph_pool_handle()
+        pool = self.pools.at(place)
         self._make_room()
         graph = torch.cuda.CUDAGraph()
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
-            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
             try:
                 results = run()
             except BaseException:
@@ -120,8 +157,8 @@ class CudaRecorder:
                 raise
             torch.cuda.set_stream(self.stream)
             graph.capture_end()
-        self.living += 1
-        return results, _CudaRecording(graph, self)
+        pool.living += 1
+        return results, _CudaRecording(graph, self.device, pool)
 
     def _make_room(self) -> None:
         """Give memory that runs left in torch's cache back, where less than it is free.

@@ -157,12 +157,9 @@ class GraphPlan:
         numbers: dict[int | None, int] = {slot: n for n, slot in enumerate(self._parameters)}
         by_line = [step.op for step in self.plan.steps for _ in step.lines]
         ops = [by_line[number] for number in self.plan.owned.numbers]
-        #: regions to run eagerly once: compiled work chooses among its kernels in its first run
-        self._cold = {
-            n
-            for n, region in enumerate(self.regions)
-            if "launch" in ops[region.start : region.stop]
-        }
+        #: regions to run eagerly once: compiled work chooses among its kernels in its first run,
+        #: and graphs that are captured in the order of a run share memory
+        self._cold = {*range(len(self.regions))} if "launch" in ops else set()
         #: for each output the number of the parameter that it is, if it is one
         self._places = [
             numbers.get(slot if given.get(n) is None else given[n])
@@ -403,7 +400,7 @@ class GraphPlan:
         if self.watch is not None:
             self.watch.begin()
         with undisturbed():
-            results, recording = self.recorder.record(run)
+            results, recording = self.recorder.record(run, n)
         return Captured(
             bound=bound,
             copied=copied,

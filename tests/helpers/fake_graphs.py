@@ -35,7 +35,7 @@ class FakeRecorder:
     def __init__(self) -> None:
         self.made: list[Repeat] = []
 
-    def record(self, run: Callable[[], list[Any]]) -> tuple[list[Any], Repeat]:
+    def record(self, run: Callable[[], list[Any]], place: int) -> tuple[list[Any], Repeat]:
         results = run()
         self.made.append(Repeat(run, results))
         return results, self.made[-1]

@@ -163,6 +163,28 @@ def test_narrow_dtypes(name: str, dtype: torch.dtype, kernels: None) -> None:
         torch.testing.assert_close(x.double(), y.detach(), rtol=far, atol=far)
 
 
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("shape", [(2048, 8192), (1500, 7000), (1024, 1100)], ids=str)
+def test_a_triangle_behind_many_keys_on_a_gpu(shape: tuple[int, int]) -> None:
+    """Keys that all rows see are computed apart where that pays; values and gradients are alike."""
+    n, m = shape
+    how: dict[str, Any] = {"is_causal": True, "enable_gqa": True, "q_offset": m - n}
+    at: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
+    q, ct = (torch.randn(1, 4, n, 128, **at) for _ in range(2))
+    k, v = (torch.randn(1, 2, m, 128, **at) for _ in range(2))
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    many = [x.repeat_interleave(2, 1) for x in leaves[1:]]
+    seen = torch.ones(n, m, dtype=torch.bool, device="cuda").tril(m - n)
+    scores = (leaves[0] @ many[0].mT / 128**0.5).masked_fill(~seen, -math.inf)
+    want = scores.softmax(-1) @ many[1]
+    grads = torch.autograd.grad((want * ct).sum(), leaves)
+    made = attend(q, k, v, **how)
+    results = *made, *attend_grad(q, k, v, *made, ct, **how)
+    for x, y in zip(results, (want, scores.logsumexp(-1), *grads), strict=True):
+        error = torch.linalg.vector_norm(x.double() - y) / torch.linalg.vector_norm(y)
+        assert float(error) < 1e-2
+
+
 class Largest(TorchDispatchMode):
     """Notes the most elements of one tensor that is made."""
 

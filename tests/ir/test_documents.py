@@ -146,7 +146,7 @@ def test_parts_of_keys_join(kind: str) -> None:
     assert outs.shape == (3, 2, 4, 11, 8)
     total = outs[0], sums[0]
     for out, some in zip(outs[1:], sums[1:], strict=True):
-        total = join(*total, out, some)
+        join(*total, out, some)
     for x, y in zip(total, attend(q, k, v, ids, ids, **how), strict=True):
         torch.testing.assert_close(x, y)
 

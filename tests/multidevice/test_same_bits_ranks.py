@@ -84,6 +84,7 @@ def test_tensor_parallel_beside(comm: mf.Communicator) -> None:
 def test_ranks_with_other_meshes_do_not_run(comm: mf.Communicator) -> None:
     size = 2 - comm.rank  # one on rank 1
     program = step(DeviceMesh.of((size,), range(size), ["dp"]), 8, torch.float32)
-    given = [None] * 3 if comm.rank else [torch.zeros(4, 12), *inputs(8)[1:]]
+    here = [torch.zeros(4, 12), *inputs(8)[1:]]
+    given = [None if comm.rank else x.to(comm.device) for x in here]
     with pytest.raises(mf.ProgramError, match="another program"):
         program.run(*given)

@@ -24,6 +24,7 @@ from mdfuse.backends.work import DONE
 from mdfuse.hir.rank.pipelines import project
 from mdfuse.hir.text.parser import parse
 from mdfuse.plan.build import Plan, build
+from mdfuse.plan.captures import ScratchPool, ScratchPools
 from mdfuse.plan.graphs import GraphPlan, regions
 from mdfuse.runtime.communicator import Communicator
 
@@ -129,6 +130,78 @@ def test_numbers_run_eagerly_between_captured_regions() -> None:
         x = draw(4)
         assert torch.allclose(graphs.run([x, s])[0], torch.exp(x * 2 * (s * 3)) + x)
     assert [r.count for r in recorder.made] == [3, 3]
+
+
+TWO_NUMBERS = """
+  input %x: f32[4] (x=R)
+  input %w: f32[4] (x=R)
+  input %s: f32 scalar
+  %a: f32[4] (x=R) = mul(%x, %w)
+  %b: f32[4] (x=R) = mul(%a, %s)
+  %c: f32[4] (x=R) = exp(%b)
+  free %b
+  %d: f32[4] (x=R) = add(%c, %s)
+  free %c
+  %y: f32[4] (x=R) = add(%d, %a)
+  free %a
+  free %d
+  return %y"""
+
+
+class InScratch(FakeRecorder):
+    """A replay overwrites what it may: results captured later in its pool.
+
+    Its scratch was free when they were placed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pools = ScratchPools(object)
+        self.pool_of: list[ScratchPool] = []
+
+    def record(self, run: Callable[[], list[Any]], place: int) -> tuple[list[Any], Repeat]:
+        self.pool_of.append(self.pools.at(place))
+        self.pool_of[-1].living += 1
+        first = len(self.made)
+
+        def spoiling() -> list[Any]:
+            for repeat, pool in zip(self.made[first + 1 :], self.pool_of[first + 1 :], strict=True):
+                for result in repeat.results if pool is self.pool_of[first] else ():
+                    result.fill_(torch.nan)
+            return run()
+
+        results, repeat = super().record(run, place)
+        repeat.run = spoiling
+        return results, repeat
+
+
+def test_regions_captured_again_write_into_no_scratch_of_others() -> None:
+    """The first region is captured anew behind the others; the last one reads its result."""
+    w = draw(4)
+    plan, recorder = plan_of(TWO_NUMBERS, [draw(4), w, 1.0]), InScratch()
+    graphs = GraphPlan(plan, lambda: plan, recorder, {plan.inputs[1]: w.data_ptr()})
+    assert [r.eager is None for r in graphs.regions] == [True, False, True, False, True]
+    for n, s in enumerate((0.5, -1.0, 0.25, 2.0)):
+        x, weights = draw(4), w if n < 2 else draw(4)
+        want = torch.exp(x * weights * s) + s + x * weights
+        assert torch.allclose(graphs.run([x, weights, s])[0], want)
+    assert [r.count for r in recorder.made] == [2, 4, 4, 2]
+    first, *others, last = recorder.pool_of
+    assert all(pool is first for pool in others) and last is not first
+
+
+def test_pools_are_shared_by_captures_in_order() -> None:
+    """A later place shares a pool, the same place too, an earlier one begins another."""
+    pools = ScratchPools(object)
+    first = pools.at(0)
+    first.living = 1
+    assert [pools.at(n) is first for n in (0, 1, 3, 3)] == [True] * 4
+    second = pools.at(2)
+    assert second is not first
+    second.living = 1
+    assert pools.at(2) is pools.at(3) is second
+    second.living = 0  # the allocator may give it up at any time
+    assert pools.at(3) not in (first, second)
 
 
 def test_what_is_sent_lies_in_the_arena_behind_an_eager_region() -> None:
@@ -267,7 +340,7 @@ class Capturing(FakeRecorder):
     def leave(self) -> None:
         Garbage(lambda: self.collected.append(self.now))
 
-    def record(self, run: Callable[[], list[Any]]) -> tuple[list[Any], Repeat]:
+    def record(self, run: Callable[[], list[Any]], place: int) -> tuple[list[Any], Repeat]:
         self.now = "during"
         self.leave()
         kept = [[n] for n in range(10_000)]  # enough for any generation
@@ -275,7 +348,7 @@ class Capturing(FakeRecorder):
         try:
             if self.error is not None:
                 raise self.error
-            return super().record(run)
+            return super().record(run, place)
         finally:
             self.now = "behind"
 
@@ -316,11 +389,11 @@ def test_a_graph_is_not_given_up_while_another_thread_captures() -> None:
     capturing, may_go = threading.Event(), threading.Event()
 
     class Slow(FakeRecorder):
-        def record(self, run: Callable[[], list[Any]]) -> tuple[list[Any], Repeat]:
+        def record(self, run: Callable[[], list[Any]], place: int) -> tuple[list[Any], Repeat]:
             capturing.set()
             assert may_go.wait(20)
             assert not made.made[0].is_reset
-            return super().record(run)
+            return super().record(run, place)
 
     plan = plan_of(CHAIN, [draw(4, 3), draw(3, 5)])
     new, x, w, got = GraphPlan(plan, lambda: plan, Slow(), {}), draw(4, 3), draw(3, 5), []
