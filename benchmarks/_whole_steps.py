@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
-from _positions import positions, ring
+from _positions import Attention, positions, ring, ring_attention
 from _whole_nets import Block, Case, Llama, Size, Style, angles, empty, filled, loss_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -149,14 +149,6 @@ def _split(case: Case) -> Case:
     return replace(case, style="fsdp", heads_split=1, batches=[])
 
 
-class _Ring(Block):
-    """A layer whose attention `ring` replaces, which torch.compile would not see."""
-
-    @torch.compiler.disable
-    def averaged(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return super().averaged(q, k, v)
-
-
 class _Gathering(Block):
     """A layer that gathers the keys of all positions, in zigzag order, and masks later ones."""
 
@@ -168,21 +160,21 @@ class _Gathering(Block):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
 
 
-def _fsdp2_of_positions(case: Case, is_compiled: bool, block: type[Block]) -> Running:
+def _fsdp2_of_positions(case: Case, is_compiled: bool, way: Attention | None) -> Running:
     """FSDP2 where ranks have positions of each sequence, in zigzag order."""
-    net, ranks = _net(case, block), case.ranks.comm
+    net, ranks = _net(case, Block if way else _Gathering), case.ranks.comm
     at = positions(case.size.tokens, ranks.size, ranks.rank, is_zigzag=True).to(net.cos.device)
     net.cos, net.sin = (x[at] for x in (net.cos, net.sin))
+    device = case.ranks.device
+    mesh = init_device_mesh(device.type, (ranks.size,))
+    for layer in net.layers if way else ():  # torch.compile would not see what replaces attention
+        layer.averaged = torch.compiler.disable(way)
     for layer in net.layers if is_compiled else ():  # a checkpoint would hide breaks of graphs
         layer.inside = torch.compile(layer.inside, backend=case.compiler)
     take = _sharded(case, net, is_compiled)
-    if block is not _Ring:
-        return _running(case, take, averages=True)
-    device = case.ranks.device
-    mesh = init_device_mesh(device.type, (ranks.size,))
 
     def around(ids: Tensor, labels: Tensor) -> Any:
-        with ring(mesh, device):
+        with ring(mesh, device) if way else nullcontext():
             return take(ids, labels)
 
     return _running(case, around, averages=True)
@@ -406,16 +398,16 @@ _PEERS: dict[Style, dict[str, _Make]] = {
     "alone": {"autocast": _alone, "bf16, f32 masters": _masters},
 }
 
-#: The same of positions: torch's ring has kernels for GPUs alone.
-_OF_POSITIONS: dict[str, dict[str, _Make]] = {
-    "cuda": {"FSDP2, context_parallel": partial(_fsdp2_of_positions, block=_Ring)},
-    "cpu": {"FSDP2, keys gathered": partial(_fsdp2_of_positions, block=_Gathering)},
-}
-
 
 def peers(case: Case) -> dict[str, _Make]:
-    """Return the functions that make the peers of a case."""
-    return _OF_POSITIONS[case.ranks.device.type] if case.style == "cp" else _PEERS[case.style]
+    """Return the functions that make the peers of a case; torch's ring has no kernels for CPUs."""
+    if case.style != "cp":
+        return _PEERS[case.style]
+    if case.ranks.device.type == "cpu":
+        return {"FSDP2, keys gathered": partial(_fsdp2_of_positions, way=None)}
+    size = case.size
+    way = ring_attention(case.ranks, torch.bfloat16, size.heads, size.kv_heads, size.head)
+    return {"FSDP2, context_parallel": partial(_fsdp2_of_positions, way=way)} if way else {}
 
 
 __all__ = ["Running", "Size", "ours", "peers"]

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from _context_decode import Decode
 from _measure import Contender, Report, Row, device_time, host_time, interleave, show
-from _positions import positions, ring
+from _positions import positions, ring, ring_attention
 from _ranks import Ranks, start_or_alone
 from _whole_nets import SMALL, Block, Size, angles
 from torch import Tensor, nn
@@ -222,6 +222,11 @@ def _context_parallel(case: Case) -> Step:
     layer, size = case.layer(), case.ranks.comm.size
     at = positions(case.size.tokens, size, case.ranks.comm.rank, is_zigzag=True)
     layer.cos, layer.sin = (x[at.to(x.device)].contiguous() for x in (layer.cos, layer.sin))
+    of = case.size
+    way = ring_attention(case.ranks, case.dtype, of.heads, of.kv_heads, of.head)
+    if way is None:
+        raise RuntimeError("torch has no kernels for it")
+    layer.block.averaged = way
     step = _by_hand(case, layer, None, is_split=True)  # torch.compile does not see the patch
 
     def run(x: Tensor, seed: Tensor) -> list[Tensor]:
@@ -266,8 +271,9 @@ def check(case: Case, forms: Sequence[str]) -> dict[str, float]:
     want = _by_hand(case, wide, None, is_split=False)(x.double(), seed.double())
     norm, errors = torch.linalg.vector_norm, dict[str, float]()
     for name, (make, is_zigzag) in contenders(case, forms).items():
-        step, mine = make(), partial(_mine, case, is_zigzag=is_zigzag)
+        mine = partial(_mine, case, is_zigzag=is_zigzag)
         try:
+            step = make()
             for _ in range(3):  # the third one replays
                 got = step(mine(x), mine(seed))
         except (RuntimeError, NotImplementedError) as error:
