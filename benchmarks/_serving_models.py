@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatch
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 from _whole_nets import Block, Llama, Size, angles, turned
 from torch import Tensor, nn
@@ -37,10 +40,20 @@ class CachingBlock(Block):
         y = F.scaled_dot_product_attention(
             turned(q, cos, sin), self.kc, self.vc, attn_mask=seen, enable_gqa=True
         )
-        x = x + self.o(y.transpose(1, 2).reshape(rows, tokens, -1))
+        x = x + self.left(self.o(y.transpose(1, 2).reshape(rows, tokens, -1)))
         h = self.n2(x)
-        out: Tensor = x + self.d(F.silu(self.g(h)) * self.u(h))
+        out: Tensor = x + self.left(self.d(F.silu(self.g(h)) * self.u(h)))
         return out
+
+
+class SplitBlock(CachingBlock):
+    """A layer some of whose heads and units this rank has."""
+
+    def left(self, x: Tensor) -> Tensor:
+        """Return sums over all ranks."""
+        world: Any = dist.group.WORLD
+        summed: Tensor = functional.all_reduce(x, "sum", world.group_name)
+        return summed
 
 
 class Decoder(Llama):
@@ -48,8 +61,8 @@ class Decoder(Llama):
 
     seen: Tensor
 
-    def __init__(self, size: Size) -> None:
-        super().__init__(size, block=CachingBlock)
+    def __init__(self, size: Size, block: type[CachingBlock] = CachingBlock) -> None:
+        super().__init__(size, block=block)
         self.register_buffer("seen", torch.empty(size.tokens, size.tokens, dtype=torch.bool))
 
     def forward(self, ids: Tensor, at: Tensor) -> Tensor:
@@ -75,6 +88,28 @@ def decoder(size: Size, dtype: torch.dtype, device: torch.device) -> Decoder:
     for name, x in net.named_buffers():
         x.copy_(of_positions.get(name, torch.zeros(())))
     return drawn(net, device)
+
+
+#: Parameters and caches that ranks split, as patterns of names, and the dim: heads, and units.
+HEADS = {
+    **dict.fromkeys((f"*.{x}.weight" for x in "qkvgu"), 0),
+    **dict.fromkeys((f"*.{x}.weight" for x in "od"), 1),
+    **dict.fromkeys(("*.kc", "*.vc"), 1),
+}
+
+
+def split_decoder(net: Decoder, size: Size, rank: int, ranks: int) -> Decoder:
+    """Return this rank's heads and units of a decoder, by hand; the sums are all-reduces."""
+    with torch.device("meta"):
+        part = Decoder(size, SplitBlock).requires_grad_(False)
+    for name, x in [*net.named_parameters(), *net.named_buffers()]:
+        dims = [dim for pattern, dim in HEADS.items() if fnmatch(name, pattern)]
+        mine = x.chunk(ranks, dims[0])[rank].clone() if dims else x
+        owner, _, leaf = name.rpartition(".")
+        is_parameter = isinstance(x, nn.Parameter)
+        value = nn.Parameter(mine, requires_grad=False) if is_parameter else mine
+        setattr(part.get_submodule(owner), leaf, value)
+    return part.eval()
 
 
 def causal(size: Size, dtype: torch.dtype, device: torch.device) -> Any:

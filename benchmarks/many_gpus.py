@@ -101,6 +101,7 @@ def steps(ranks: int, few: Sequence[str], folder: Path) -> Iterator[Step]:
         ("experts, symmetric", "experts.py", ("--layer", "64", "--carrier", "symmetric"), 300),
         ("context", "context.py", (*positions, "--forms", "auto,gather,heads,ring"), 600),
         ("context, decode", "context.py", ("--what", "decode"), 300),
+        ("serving", "serving.py", ("--rows", "decode,sums"), 600),
         ("overlap", "overlap.py", (), 600),
         ("overlap, symmetric", "overlap.py", ("--backend", "symmetric"), 600),
         ("layers", "layers.py", ("--sequence", "--model", "llama3-8b"), 600),

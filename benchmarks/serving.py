@@ -1,15 +1,20 @@
-"""Serving: a token of a decode, host time of it, many requests at once, many batch sizes.
+"""Serving: a token of a decode, host time of it, requests at once, batch sizes, sums over ranks.
 
 python benchmarks/serving.py                                  # one GPU, all rows
 python benchmarks/serving.py --rows decode                    # some of them
 python benchmarks/serving.py --rows together --requests 32    # fewer requests, in less time
 python benchmarks/serving.py --device cpu --small --rounds 2  # only to see that it runs
+launch/torchrun 2 benchmarks/serving.py --rows decode,sums    # two GPUs, which split heads
+launch/torchrun 2 benchmarks/serving.py --rows decode --carrier symmetric
 
-decode    a Llama with caches as buffers, beside torch.compile(mode="reduce-overhead") of it
+decode    a Llama with caches as buffers, beside torch.compile(mode="reduce-overhead") of it; of
+          several ranks each has some of the heads, beside the same by hand with all-reduces
 together  requests at once, by `mf.generate`, beside transformers' continuous batching
 sizes     a layer for each of many batch sizes in turn, beside one CUDA graph per power of two
 token     a token of one request by `mf.generate`, beside a copy of as many bytes as are read for
           it; and the host's time of it, beside the replay of its graph
+sums      of several ranks: a sum over them, added to a residual, and a norm of rows, in a chain of
+          32 in one graph, by the backends `symmetric` and NCCL, beside NCCL by hand
 
 Numbers are drawn. Before the clock runs, tokens are judged by logits in float64: a token of either
 side lies no further behind the largest logit than roundings of its dtype explain.
@@ -23,6 +28,7 @@ import argparse
 import copy
 import gc
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -31,23 +37,37 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import _serving_sums
 import torch
 from _graphs import HandGraph
-from _measure import Contender, Report, Row, eagerly, host_time, interleave, processor_time, show
+from _measure import (
+    Contender,
+    Report,
+    Row,
+    Stopwatch,
+    eagerly,
+    host_time,
+    interleave,
+    processor_time,
+    show,
+)
 from _ranks import Ranks, start_or_alone
 from _replays_stand_in import stand_in
 from _serving_models import (
+    HEADS,
     behind_causal,
     behind_decoder,
     causal,
     decoder,
     layer,
     layer_shapes,
+    split_decoder,
 )
 from _whole_nets import SIZES, SMALL, Size
 from torch import Tensor
 
 import mdfuse as mf
+from mdfuse.backends.symmetric.cuda_memory import ask_for_queues
 from mdfuse.cli import screen
 from mdfuse.plan.graphs import GraphPlan
 
@@ -75,6 +95,7 @@ class Plan:
         requests: how many there are at once.
         answer: tokens that follow each of them.
         seconds: that the row of several requests takes, about; there is one round at least.
+        options: of the decode.
         world: told beside the rows, filled while measuring.
     """
 
@@ -87,6 +108,7 @@ class Plan:
     requests: int
     answer: int
     seconds: float
+    options: mf.Options
     world: dict[str, Any]
 
     @property
@@ -108,17 +130,22 @@ class Plan:
         return replace(SIZES["llama3-8b"], **usual)
 
     def timed(
-        self, batch: int, rounds: int = 0, warm: int = 1, **calls: Any
+        self,
+        batch: int,
+        rounds: int = 0,
+        warm: int = 1,
+        stopwatch: Stopwatch | None = None,
+        **calls: Any,
     ) -> dict[str, list[float]]:
-        """Nanoseconds of each call, until the device is done."""
+        """Nanoseconds of each call, until the device is done, unless there is a stopwatch."""
         contenders = {
             n: x if isinstance(x, Contender) else Contender(call=x) for n, x in calls.items()
         }
         rounds = rounds or self.rounds
         settle = self.ranks.settle
         return interleave(
-            contenders, rounds=rounds, batch=batch, settle=settle, stopwatch=self.until_done,
-            warm=warm,
+            contenders, rounds=rounds, batch=batch, settle=settle, warm=warm,
+            stopwatch=stopwatch or self.until_done,
         )  # fmt: skip
 
     def until_done(self, calls: Callable[[], None]) -> float:
@@ -198,26 +225,31 @@ def _decode(plan: Plan) -> Iterator[Row]:
     size = plan.size(rows=4, tokens=2048, layers=6, words=32_000)
     net = decoder(size, plan.dtype, plan.device)
     given = torch.ones(size.rows, 1, dtype=torch.int64), torch.tensor([0])
-    model = mf.from_torch(net, given, mesh=plan.ranks.mesh)
-    program = model.compile()
-    loaded = dict(zip(model.fusion.inputs, model.load(comm=plan.ranks.comm), strict=False))
+    comm = plan.ranks.comm
+    heads = {name: {"tp": mf.Shard(dim)} for name, dim in HEADS.items()} if comm.size > 1 else None
+    model = mf.from_torch(net, given, mesh=plan.ranks.mesh, layouts=heads)
+    program = model.compile(plan.options)
+    loaded = dict(zip(model.fusion.inputs, model.load(comm=comm), strict=False))
     written = {*model.fusion.reuse.values()}
     step = mf.Step(program, {n: x for n, x in loaded.items() if n in written})
     others = [x for n, x in loaded.items() if n not in written]
-    peer = net.to(plan.device)
+    peer = whole = net.to(plan.device)
+    if comm.size > 1:
+        peer = split_decoder(whole, size, comm.rank, comm.size)
     how: Any = {"mode": "reduce-overhead"} if plan.is_gpu else {"backend": plan.compiler}
     compiled = torch.compile(peer, fullgraph=True, **how)
     ours = _Decode(lambda ids, at: step(*others, ids, at), size, plan.device)
     against = _Decode(lambda ids, at: compiled(ids, at).clone(), size, plan.device)
     pair = [x.tokens(min(32, size.tokens)) for x in (ours, against)]
-    wide = copy.deepcopy(peer).double()
+    wide = copy.deepcopy(whole).double()
     plan.judged("decode", ours=behind_decoder(wide, pair[0]), against=behind_decoder(wide, pair[1]))
     plan.world["decode"] = {"same tokens": (pair[0] == pair[1]).float().mean().item()}
     del wide
     times = plan.timed(24, ours=ours, against=against)
     plan.told_of("decode", program)
-    sizes = f"{size.layers} layers, {size.rows} rows, cache of {size.tokens}"
-    yield plan.row("decode: a token", sizes, "ms", times, "reduce-overhead", 1.0)
+    sizes = f"{size.layers} layers, {size.rows} rows, cache of {size.tokens}, {comm.size} ranks"
+    limit = 1.0 if comm.size == 1 else 0.9
+    yield plan.row("decode: a token", sizes, "ms", times, "reduce-overhead", limit)
 
 
 # -- requests --------------------------------------------------------------------------------------
@@ -518,14 +550,19 @@ _ROWS: dict[str, Callable[[Plan], Iterator[Row]]] = {
     "together": _together,
     "sizes": _sizes,
     "token": _token,
+    "sums": _serving_sums.rows,
 }
+
+#: Those that several ranks share; the others are for one.
+_SHARED = ("decode", "sums")
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", default=",".join(_ROWS), help="some of %(default)s")
+    parser.add_argument("--rows", help=f"some of {','.join(_ROWS)}; else all for so many ranks")
+    parser.add_argument("--carrier", help="mdfuse's backend along tp: symmetric, or torch's")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--chunk", type=int, default=512, help="tokens of a prompt in a step")
     parser.add_argument("--requests", type=int, default=64, help="how many at once")
@@ -542,21 +579,22 @@ def _arguments() -> argparse.Namespace:
 def main() -> None:
     """Measure, print, store."""
     arguments = _arguments()
-    chosen = arguments.rows.split(",")
-    if wrong := [name for name in chosen if name not in _ROWS]:
-        screen.fail(f"rows {', '.join(wrong)}: there are {', '.join(_ROWS)}")
+    chosen = _chosen(arguments.rows)
+    ask_for_queues()  # for `symmetric`, before CUDA starts
     ranks = start_or_alone(arguments.device)
-    if ranks.comm.size > 1:
-        screen.fail("this benchmark is for one rank")
+    comm = ranks.comm
+    chosen = chosen or [name for name in _ROWS if (name in _SHARED) == (comm.size > 1)]
     name = torch.cuda.get_device_name().split()[1].lower() if ranks.device.type == "cuda" else "cpu"
-    path: Path = arguments.output or _RESULTS / f"serving-{name}.json"
+    count = f"-{comm.size}" if comm.size > 1 else ""
+    path: Path = arguments.output or _RESULTS / f"serving-{name}{count}.json"
     world: dict[str, Any] = {
-        "device": str(ranks.device), "eager": [], "behind": {}, "seconds": {},
+        "device": str(ranks.device), "ranks": comm.size, "eager": [], "behind": {}, "seconds": {},
     }  # fmt: skip
     plan = Plan(
         ranks=ranks, is_small=arguments.small, rounds=arguments.rounds, level=arguments.level,
         compiler=arguments.compiler, chunk=arguments.chunk, requests=arguments.requests,
         answer=arguments.answer, seconds=arguments.seconds, world=world,
+        options=mf.Options(backend=f"{comm.backend}, tp={arguments.carrier or comm.backend}"),
     )  # fmt: skip
     given = {k: v if v is None else str(v) for k, v in vars(arguments).items() if k != "output"}
     all_rows: list[Row] = []
@@ -565,12 +603,27 @@ def main() -> None:
         mf.debug.FusionCache.reset()
         torch.compiler.reset()
         plan.emptied()
-        Report(benchmark="serving", arguments=given, rows=all_rows, where=world).write(path)
-    show(screen.output(), f"serving ({name})", all_rows)
-    for line in world["eager"]:
-        screen.output().print(f"not compiled or captured: {line}", soft_wrap=True, markup=False)
-    screen.output().print(f"written: {path}", soft_wrap=True)
+        if comm.rank == 0:
+            Report(benchmark="serving", arguments=given, rows=all_rows, where=world).write(path)
+    if comm.rank == 0:
+        show(screen.output(), f"serving ({name}{count})", all_rows)
+        for line in world["eager"]:
+            screen.output().print(f"not compiled or captured: {line}", soft_wrap=True, markup=False)
+        screen.output().print(f"written: {path}", soft_wrap=True)
     ranks.close()
+
+
+def _chosen(text: str | None) -> list[str]:
+    """The rows that are asked for; none: all."""
+    chosen = text.split(",") if text else []
+    if wrong := [name for name in chosen if name not in _ROWS]:
+        screen.fail(f"rows {', '.join(wrong)}: there are {', '.join(_ROWS)}")
+    ranks, alone = int(os.environ.get("WORLD_SIZE", 1)), [x for x in chosen if x not in _SHARED]
+    if ranks > 1 and alone:
+        screen.fail(f"rows {', '.join(alone)} are for one rank")
+    if "sums" in chosen and ranks < 2:
+        screen.fail("row sums needs ranks: ./launch/torchrun 2 benchmarks/serving.py --rows sums")
+    return chosen
 
 
 if __name__ == "__main__":

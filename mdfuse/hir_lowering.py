@@ -27,6 +27,7 @@ from mdfuse.hir.passes import (
     post_layers,
     share_types,
     sink_waits,
+    write_over_operands,
 )
 from mdfuse.hir.program import HostProgram
 from mdfuse.interpreter.garbage import no_collection
@@ -207,6 +208,8 @@ HOST_PASSES: tuple[tuple[str, HostPass], ...] = (
     (form_fusion_groups.name, form_fusion_groups.run),
     # Needs all units, which it compares.
     (cut_units.name, cut_units.run),
+    # Needs all units, whose equal ones it leaves equal; it moves last uses.
+    (write_over_operands.name, write_over_operands.run),
     # After the passes that move uses.
     (insert_frees.name, insert_frees.run),
     # Last: the others make types.

@@ -386,9 +386,43 @@ def test_serving_beside_its_peers(tmp_path: Path, row: str, alternatives: dict[s
         assert min(x["rounds"]["ours"] + x["rounds"]["against"]) > 0
 
 
+def test_serving_on_ranks(tmp_path: Path) -> None:
+    """Ranks that split heads; and sums with norms, whose values are compared with float64."""
+    rows = ("--rows", "decode,sums", "--carrier", "symmetric")
+    stored = written(tmp_path, "serving.py", *SMALL, *rows, ranks=2)
+    found = {(row["name"], row["alternative"]): row for row in stored["rows"]}
+    sums = {
+        (f"sums [{count}, 64]: {name}", peer)
+        for count, limit in ((6, "7 us"), (138, "13 us"))
+        for name in ("symmetric", "gloo")
+        for peer in ("by hand", limit)
+    }
+    assert found.keys() == {("decode: a token", "reduce-overhead")} | sums
+    assert found["sums [6, 64]: gloo", "7 us"]["rounds"]["against"] == [7000.0] * 2
+    world = stored["world"]
+    assert world["decode"]["same tokens"] == 1 and world["behind"].keys() == {"decode"}
+    assert {*world["sums"]["sums [6, 64]"]} == {"by hand", "symmetric", "gloo"}
+
+
 def test_serving_has_rows(ended_at_once: Ended) -> None:
     done = ended_at_once("serving.py", "--rows", "decode,luck")
     assert done.returncode == 1 and "rows luck: there are decode, together" in done.stderr
+    done = ended_at_once("serving.py", "--rows", "decode,sums")
+    assert done.returncode == 1 and "row sums needs ranks" in done.stderr
+
+
+def test_survivors_beside_limits(tmp_path: Path) -> None:
+    """A rank is killed; losses of the one that is left are those of plain torch in float64."""
+    few = ("--backend", "gloo", "--small", "--moments", "1", "--rounds", "2")
+    stored = written(tmp_path, "survivors.py", *few)
+    found = {row["name"]: row for row in stored["rows"]}
+    kill = {f"kill: {name}" for name in ("detection", "rebuild", "next step", "losses")}
+    assert found.keys() == kill | {"idle: a run", "save: steps beside it"}
+    assert all(min(row["rounds"]["ours"] + row["rounds"]["against"]) > 0 for row in stored["rows"])
+    (moment,) = stored["world"]["kill"]
+    assert moment["went on"] and moment["lost"] <= 1 and moment["left"] == [], moment
+    assert moment["error"] < 1e-6
+    assert len(stored["world"]["save"]["a save returns after, ns"]) == 3
 
 
 @pytest.mark.parametrize("what", ["naps", "layers"])

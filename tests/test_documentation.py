@@ -35,7 +35,12 @@ MODULES = {
 
 #: Modules that are imported where a package is -> the package.
 WITH_A_PACKAGE = dict.fromkeys(
-    ("mdfuse.ir.few_rows_kernels", "mdfuse.ir.documents_kernels"), "triton"
+    (
+        "mdfuse.ir.few_rows_kernels",
+        "mdfuse.ir.documents_kernels",
+        "mdfuse.backends.symmetric.cuda_sums_kernels",
+    ),
+    "triton",
 )
 
 

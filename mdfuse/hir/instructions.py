@@ -242,6 +242,12 @@ def op_of(i: Instruction) -> Op | None:
     return TABLE.get(i.fn) if i.op not in NAMED else None
 
 
+def is_elementwise(i: Instruction) -> bool:
+    """Return whether an instruction computes each element of those at the same place."""
+    op = op_of(i)
+    return op is not None and i.op == op.host and op.is_elementwise
+
+
 def is_library(i: Instruction) -> bool:
     """Return whether a library's kernels run an instruction, which no compiler makes itself."""
     row = row_of(i)

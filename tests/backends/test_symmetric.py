@@ -26,6 +26,7 @@ import mdfuse as mf
 from mdfuse.backends.algorithms import Sizes, compose
 from mdfuse.backends.base import Work
 from mdfuse.backends.symmetric.cuda_sites import Sited, Sites, numbering
+from mdfuse.backends.symmetric.cuda_sums import AddUp
 from mdfuse.backends.symmetric.cuda_team import CudaOutbox, CudaTeam, CudaWork, Half, LaneOrder
 from mdfuse.backends.symmetric.host_memory import Card, Process, this_process
 from mdfuse.backends.symmetric.moves import TURNS, Put, Shape, Show, Take, kind_of, moves, pieces
@@ -249,6 +250,26 @@ class World:
 
 def drawn(rank: int, count: int) -> Tensor:
     return torch.randint(-99, 99, (count,), generator=torch.Generator().manual_seed(rank)).float()
+
+
+def test_a_post_is_queued_as_one_kernel() -> None:
+    """Through the lane of the team, in the order of its other posts, on flat elements."""
+    world, call = World((0, 1), 1 << 12), Call(kind="Allreduce", team=(0, 1), rank=0)
+    x, y = torch.arange(6.0).view(2, 3), torch.zeros(2, 3)
+    given: list[tuple[Tensor, Tensor]] = []
+
+    def add(src: Tensor, dst: Tensor) -> None:
+        given.append((src, dst))
+        dst.copy_(2 * src)
+
+    buffers = Buffers.of((x,), (y,), 0)
+    notes = (lambda: None), (lambda: None)
+    work = world.teams[0].post(call, (AddUp(size=6, add=add),), lambda: buffers, notes)
+    assert not given
+    world.run()
+    work.wait()
+    ((src, dst),) = given
+    assert src.shape == dst.shape == (6,) and torch.equal(y, 2 * x)
 
 
 @pytest.mark.parametrize("team", TEAMS, ids=str)

@@ -147,9 +147,11 @@ def numbers(*shape: int, seed: int) -> Tensor:
 
 
 def parts(program: mf.Program, rank: int, values: dict[str, Tensor]) -> dict[str, Tensor | None]:
-    layouts = {name: program.fusion.layout(name) for name in values}
+    layouts, device = {name: program.fusion.layout(name) for name in values}, mf.init().device
     return {
-        n: mf.shard_tensor(x, layouts[n], rank=rank).clone() if rank in layouts[n].mesh else None
+        n: mf.shard_tensor(x, layouts[n], rank=rank).clone().to(device)
+        if rank in layouts[n].mesh
+        else None
         for n, x in values.items()
     }
 

@@ -203,6 +203,40 @@ def test_captured_by_four(comm: Any) -> None:
     check_captured(comm)
 
 
+@pytest.mark.gpu
+@pytest.mark.world(2)
+def test_small_sums(comm: Any) -> None:
+    """By one kernel: sizes that differ follow each other, by posts and by replays of a graph."""
+    team, draw = (0, 1), random.Random(3)
+    comm.prepare([team])
+    poster = comm.poster(Call(kind="Allreduce", team=team, rank=comm.rank, reduce_op="sum"))
+    sizes = [draw.choice([1, 5, 4096, 36_864, 100_003, 847_872]) for _ in range(12)]
+    dtypes = [draw.choice([torch.bfloat16, torch.float16, torch.float32]) for _ in sizes]
+    given = [
+        torch.zeros(n, dtype=x, device=comm.device) for n, x in zip(sizes, dtypes, strict=True)
+    ]
+    into = [x if n % 5 == 4 else torch.empty_like(x) for n, x in enumerate(given)]
+
+    def run() -> None:
+        for src, dst in zip(given, into, strict=True):
+            poster([src], [dst]).wait()
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for turn in range(40):
+        terms = [[drawn(turn, rank, n) for rank in team] for n in sizes]
+        for src, term in zip(given, terms, strict=True):
+            src.copy_(term[comm.rank])
+        graph.replay() if turn % 3 else run()
+        for dst, (a, b) in zip(into, terms, strict=True):
+            assert torch.equal(dst.cpu().float(), a + b), f"turn {turn}"
+    comm.barrier()
+    del graph
+
+
 def check_captured(comm: Any, k: int = 1_000_003) -> None:
     """Posts in a CUDA graph, whose waits find new values in each replay; others between replays."""
     n, team = comm.size, tuple(range(comm.size))

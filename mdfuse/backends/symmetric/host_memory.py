@@ -75,12 +75,14 @@ class Card:
         file: the number of its open file.
         device: the handle of its memory on a GPU, in hex; "" where there is none.
         heap: the number of the open file of its process's heap, and its size; 0 where it has none.
+        gpu: the name of its GPU, where kernels of it add; else "".
     """
 
     process: Process
     file: int
     device: str = ""
     heap: tuple[int, int] = (0, 0)
+    gpu: str = ""
 
     def fields(self) -> dict[str, object]:
         """Return the card as a value that JSON can hold."""
@@ -95,6 +97,7 @@ class Card:
             file=int(str(fields["file"])),
             device=str(fields["device"]),
             heap=heap,
+            gpu=str(fields["gpu"]),
         )
 
 

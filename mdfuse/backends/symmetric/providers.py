@@ -26,6 +26,7 @@ from mdfuse.backends.post_notes import PostInfo, PostLog, Track
 from mdfuse.backends.symmetric.cuda_heap import CudaHeap, HeapRun, Lanes, heap_of
 from mdfuse.backends.symmetric.cuda_memory import too_few_queues
 from mdfuse.backends.symmetric.cuda_sites import Sited, Sites
+from mdfuse.backends.symmetric.cuda_sums import INBOX_BYTES, Sums, can_add, name_of
 from mdfuse.backends.symmetric.cuda_team import WORD, CudaOutbox, CudaTeam, LaneOrder
 from mdfuse.backends.symmetric.heap import open_heap
 from mdfuse.backends.symmetric.host_memory import Card, SharedMemory, this_process
@@ -41,6 +42,9 @@ _MIB = 1 << 20
 
 #: The size of a place in a heap, bytes.
 _PLACE = 8
+
+#: Alignment of an inbox, bytes.
+_ALIGNED = 256
 
 #: How long closing waits until the others have taken this rank's pieces, seconds.
 _CLOSING_S = 2.0
@@ -178,11 +182,13 @@ class CudaProvider:
 
     def offer(self, shape: Shape) -> tuple[SharedMemory, Card]:
         memory = SharedMemory(memory_size(shape, False)[1])
-        run = self._heap.take(shape.bytes + shape.signals * WORD)
-        self._heap.memory.clear(run.address + shape.bytes, shape.signals * WORD)
+        inbox = _inbox_at(shape)
+        run = self._heap.take(inbox + INBOX_BYTES)
+        self._heap.memory.clear(run.address + shape.bytes, inbox + INBOX_BYTES - shape.bytes)
         torch.cuda.synchronize(self._place.device)  # the others may begin once they have the card
         self._outboxes[run.handle] = run
-        return memory, Card(process=this_process(), file=memory.file, device=run.handle)
+        gpu = name_of(self._place.device)
+        return memory, Card(process=this_process(), file=memory.file, device=run.handle, gpu=gpu)
 
     def team(
         self,
@@ -202,6 +208,10 @@ class CudaProvider:
         )
         lanes = self._heap.take_lanes(self._device)
         lane, tell, watch, behind = lanes
+        sums = None
+        if can_add([card.gpu for _, card in members]):
+            inboxes = [s + _inbox_at(shape) for s in slots]
+            sums = Sums(index=index, addresses=inboxes, device=self._place.device)
         return CudaOutboxes(
             queue=CudaTeam(
                 index=index,
@@ -219,6 +229,7 @@ class CudaProvider:
                 store=PrefixStore("sites", store),
                 timeout_s=self._place.timeout_s,
             ),
+            sums=sums,
             lanes=lanes,
             track=self._device.track(int(lane.stream.cuda_stream)),
             noter=self._place.noter,
@@ -245,11 +256,12 @@ class CudaProvider:
 
 @dataclass(eq=False, kw_only=True)
 class CudaOutboxes:
-    """A team of ranks with buffers on GPUs."""
+    """A team of ranks with buffers on GPUs; `sums` is None where no kernel adds."""
 
     queue: CudaTeam
     heap: CudaHeap
     sites: Sites
+    sums: Sums | None
     lanes: Lanes
     track: Track
     noter: PostLog | None
@@ -266,6 +278,10 @@ class CudaOutboxes:
         def post(
             moves: Sequence[Move], srcs: Sequence[Tensor], dsts: Sequence[Tensor], scratch: int
         ) -> Work:
+            sum_up = None if self.sums is None else self.sums.post(call, srcs, dsts)
+            if sum_up is not None:
+                buffers = partial(Buffers.of, srcs, dsts, 0)
+                return self.queue.post(call, (sum_up,), buffers, notes)
             if sited is not None:  # the others wait for its addresses, even if it moves nothing
                 moves = self.sites.moves(sited, tuple(moves), srcs, dsts)
             if not moves:
@@ -287,6 +303,11 @@ class CudaOutboxes:
             self.heap.memory.unregister(word)
 
 
+def _inbox_at(shape: Shape) -> int:
+    """Return the offset of the inbox in the memory of a team on a GPU, behind its signals."""
+    return -(-(shape.bytes + shape.signals * WORD) // _ALIGNED) * _ALIGNED
+
+
 def _silent() -> None:
     """Note nothing."""
 
@@ -306,7 +327,7 @@ def _subject(call: Call, size: int) -> PostInfo:
 #: How many bytes each rank has for each of its teams, by the device that buffers are on.
 OUTBOX_BYTES = {
     "cpu": Shape(members=1, slot=HostProvider.slot).bytes,
-    "cuda": Shape(members=1, slot=CudaProvider.slot).bytes,
+    "cuda": Shape(members=1, slot=CudaProvider.slot).bytes + INBOX_BYTES,
 }
 
 #: A team whose members have opened each other's outboxes.

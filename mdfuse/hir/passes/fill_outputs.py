@@ -25,7 +25,7 @@ from itertools import accumulate
 
 from mdfuse.config import Options
 from mdfuse.hir.analysis.dataflow import Dataflow, dataflow
-from mdfuse.hir.instructions import BLOCKS, is_library, is_local, op_of
+from mdfuse.hir.instructions import BLOCKS, is_elementwise, is_library, is_local
 from mdfuse.hir.passes.form_fusion_groups import is_grouped
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.ir.graph import fresh_name
@@ -51,7 +51,7 @@ def _filled(program: HostProgram, output: str) -> HostProgram:
     """Return the program with a value in the memory of an output; itself where there is none."""
     code, flow = program.instructions, dataflow(program)
     places = flow.results(output)
-    if len(places) != 1 or not _is_elementwise(code[places[0]]):
+    if len(places) != 1 or not _is_one(code[places[0]]):
         return program
     (at,) = places
     kind = program.types[output]
@@ -101,9 +101,8 @@ def _product(program: HostProgram, maker: Instruction, output: str) -> str | Non
     return x if is_product and len(makers) == len(flow.readers(x)) == 1 else None
 
 
-def _is_elementwise(i: Instruction) -> bool:
-    op = op_of(i)
-    return op is not None and i.op == op.host and op.is_elementwise and len(i.outputs) == 1
+def _is_one(i: Instruction) -> bool:
+    return is_elementwise(i) and len(i.outputs) == 1
 
 
 def _may_lie_there(program: HostProgram, value: str, output: str, at: int) -> bool:
@@ -122,7 +121,7 @@ def _may_lie_there(program: HostProgram, value: str, output: str, at: int) -> bo
         return False  # it is a part of another value, or others are parts of it
     makers = [flow.code[n] for n in flow.results(value)]
     readers = flow.readers(value)
-    if len(makers) != 1 or not _is_elementwise(makers[0]) or makers[0].order is not None:
+    if len(makers) != 1 or not _is_one(makers[0]) or makers[0].order is not None:
         return False
     if readers[-1] != at or not all(is_local(flow.code[n]) for n in readers):
         return False

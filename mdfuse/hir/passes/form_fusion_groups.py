@@ -33,7 +33,7 @@ import torch
 from mdfuse.config import Options
 from mdfuse.errors import BACKWARD, RECOMPUTED
 from mdfuse.hir.analysis.dataflow import Dataflow, Effects, dataflow
-from mdfuse.hir.instructions import is_library, is_local, op_of, reads_nothing
+from mdfuse.hir.instructions import is_elementwise, is_library, is_local, op_of, reads_nothing
 from mdfuse.hir.passes.repeats import pieces
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.ir.dims import Shape
@@ -292,10 +292,10 @@ class _Groups:
         for j in reversed(self.waiting):
             readers = [k for x in j.outputs for k in self.readers_of.get(x, ())]
             others = (k for k in readers if id(k) not in held)
-            is_led = all(id(k) not in waiting and _is_elementwise(k) for k in others)
+            is_led = all(id(k) not in waiting and is_elementwise(k) for k in others)
             is_own = self.pinned.isdisjoint(j.outputs) and self.given.isdisjoint(j.outputs)
             is_free = readers and is_led and is_own and not later.meet(self.flow.effects(j))
-            if is_free and _is_elementwise(j):
+            if is_free and is_elementwise(j):
                 held[id(j)] = j
             else:
                 later |= self.flow.effects(j)
@@ -356,11 +356,6 @@ class _Groups:
             is_new = self.memory(x) == x and x not in self.given | self.pinned
             if x in self.summed and is_new and len(i.outputs) == 1:
                 yield Instruction(op="alloc", outputs=(x,), order=i.order, source=i.source)
-
-
-def _is_elementwise(i: Instruction) -> bool:
-    op = op_of(i)
-    return op is not None and i.op == op.host and op.is_elementwise
 
 
 def _is_backward(i: Instruction) -> bool:

@@ -1,0 +1,122 @@
+"""Let a unit write a result over an operand that nobody uses behind it.
+
+    launch fused0(%a, %b) -> %y {                   launch fused0(%a, %b) -> %a {
+      %h = mul(%a, %b)                                %h = mul(%a, %b)
+      %y = add(%h, 1.0)                    ->         %a = add(%h, 1.0)
+    }                                               }
+    %z = matmul(%y, %w)                             %z = matmul(%a, %w)
+
+Where a layer is wide, the derivatives of an activation function then need no memory beside its
+operands. Each element must be computed from the one that lies there: a compiler may read and write
+it in one kernel. Where the unit reads the operand again behind the result, it copies at its end,
+which the compiler joins with the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from mdfuse.config import Options
+from mdfuse.hir.analysis.dataflow import Dataflow, dataflow
+from mdfuse.hir.emit.sets import copy_into
+from mdfuse.hir.instructions import is_elementwise
+from mdfuse.hir.passes.form_fusion_groups import is_grouped
+from mdfuse.hir.program import HostProgram, Instruction
+
+name = "write_over_operands"
+
+#: What a result is called until it is copied.
+_EARLY = ".early"
+
+#: Bytes of a result from which on this is done: others are little of a program's memory.
+LEAST = 16 << 20
+
+
+def run(program: HostProgram, options: Options) -> HostProgram:
+    """Return the program whose units write over operands, where launches are made."""
+    code = program.instructions
+    if not is_grouped(options) or any(i.op in ("set_stream", "block") for i in code):
+        return program
+    pairs = dict(_pairs(program))
+    if not pairs:
+        return program
+    names = dict[str, str]()
+    for result, operand in (pair for at in pairs.values() for pair in at.items()):
+        names[result] = names.get(operand, operand)  # which may lie in the memory of another one
+    units = [_writing_over(i, pairs[n]) if n in pairs else i for n, i in enumerate(code)]
+    inner = {x for n in pairs for i in units[n].body for x in i.outputs} - {*program.types}
+    early = {x: program.types[x.removesuffix(_EARLY)] for x in inner}
+    types = {x: kind for x, kind in program.types.items() if x not in names}
+    new = tuple([i.renamed(names) for i in units])
+    return replace(program, instructions=new, types={**types, **early})
+
+
+def _pairs(program: HostProgram) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield the positions of units, each with result -> operand."""
+    flow, lasts = dataflow(program), dict[str, int]()
+    aliases = {*program.aliases, *map(program.root, program.aliases)}
+    pinned = {*program.inputs, *program.outputs, *aliases}
+    bound = {x for i in program.instructions for x in i.outputs} - pinned
+    for n, i in enumerate(program.instructions):
+        effects = flow.effects(i)
+        lasts.update(dict.fromkeys((*effects.reads, *effects.writes), n))
+    for n, i in enumerate(program.instructions):
+        if i.op != "launch":
+            continue
+        free = [
+            x for x in dict.fromkeys(i.reads) if x in bound and _is_own(flow, x) and lasts[x] == n
+        ]
+        chosen = dict[str, str]()
+        for y in i.outputs:
+            if y in bound and _is_large(program, y) and _is_own(flow, y) and flow.results(y) == [n]:
+                x = next((x for x in free if _may_lie_over(program, i, y, x)), None)
+                if x is not None:
+                    chosen[y] = x
+                    free.remove(x)
+        if chosen:
+            yield n, chosen
+
+
+def _is_large(program: HostProgram, x: str) -> bool:
+    return program.types[x].layout is not None and program.types[x].nbytes() >= LEAST
+
+
+def _is_own(flow: Dataflow, x: str) -> bool:
+    """Tell whether a name has plain memory of its own."""
+    binder = flow.binders.get(x)
+    is_plain = binder is not None and not (binder.op == "alloc" and binder.attrs)
+    return is_plain and flow.memory(x) == x
+
+
+def _may_lie_over(program: HostProgram, unit: Instruction, result: str, operand: str) -> bool:
+    """Tell whether each element of a result may be written where one of an operand lies."""
+    kind = program.types[result]
+    if program.types[operand] != kind:
+        return False
+    lying = {operand}
+    for i in unit.body:
+        if lying.isdisjoint(i.reads) and result not in i.outputs:
+            continue
+        shapes = {program.types[x].shape for x in i.outputs}
+        if not is_elementwise(i) or i.order is not None or shapes != {kind.shape}:
+            return False
+        lying.update(i.outputs)
+    return True
+
+
+def _writing_over(unit: Instruction, pairs: Mapping[str, str]) -> Instruction:
+    """Return a unit that copies results at its end, where it reads what they lie over behind them.
+
+    Args:
+        unit: whose results get the names of operands afterwards.
+        pairs: result -> operand.
+    """
+    body = list(unit.body)
+    for result, operand in pairs.items():
+        at = next(n for n, i in enumerate(body) if result in i.outputs)
+        if any(operand in i.reads for i in body[at + 1 :]):
+            early = result + _EARLY
+            body = [i.renamed({result: early}) for i in body]
+            body.append(copy_into(early, result, body[at].source))
+    return unit.changed(body=tuple(body))
