@@ -8,13 +8,14 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from _positions import positions
 from _ranks import Ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 #: How the ranks share a step: parameters split, heads and units split, parameters of groups that
-#: split heads and units, batches split, one rank.
-Style = Literal["fsdp", "tp", "fsdp_tp", "ddp", "alone"]
+#: split heads and units, batches split, positions and parameters split, one rank.
+Style = Literal["fsdp", "tp", "fsdp_tp", "ddp", "cp", "alone"]
 
 #: Training batches, which follow each other in turns.
 _BATCHES = 2
@@ -30,7 +31,7 @@ class Size:
     Attributes:
         hidden, heads, kv_heads, units, words: of the model.
         layers: how many.
-        rows, tokens: the sequences of a rank (of all ranks where heads are split), their length.
+        rows, tokens: the sequences of a rank (of all ranks that share sequences), their length.
     """
 
     hidden: int = 2048
@@ -202,22 +203,31 @@ class Case:
     def __post_init__(self) -> None:
         comm, size = self.ranks.comm, self.size
         self.whole_rows = size.rows * (comm.size if self.splits_batches else 1)
-        split = comm.size // self.heads_split
         drawn = torch.Generator().manual_seed(1)
         for _ in range(_BATCHES):
             pair = [
                 torch.randint(size.words, (self.whole_rows, size.tokens), generator=drawn)
                 for _ in range(2)
             ]
-            ids, labels = (
-                x.chunk(split)[comm.rank // self.heads_split].to(comm.device) for x in pair
-            )
+            ids, labels = (self._mine(x).to(comm.device) for x in pair)
             self.batches.append((ids, labels))
+
+    def _mine(self, tokens: Tensor) -> Tensor:
+        comm = self.ranks.comm
+        if self.style == "cp":
+            return tokens[:, positions(self.size.tokens, comm.size, comm.rank, is_zigzag=True)]
+        split = comm.size // self.heads_split
+        return tokens.chunk(split)[comm.rank // self.heads_split]
 
     @property
     def splits_batches(self) -> bool:
         """Return whether a batch has sequences for each rank."""
-        return self.style not in ("tp", "alone")
+        return self.style not in ("tp", "cp", "alone")
+
+    @property
+    def shared_by(self) -> int:
+        """Return how many ranks share each sequence, in what `utilisation` and rates count."""
+        return self.ranks.comm.size if self.style in ("tp", "cp") else 1
 
     @property
     def axes(self) -> dict[str, int]:
@@ -245,7 +255,7 @@ class Case:
         rows = self.size.rows
         products = 6 * (count - size.words * size.hidden) * rows * size.tokens
         attention = 6 * size.layers * rows * size.tokens**2 * size.hidden
-        return (products + attention) / (self.ranks.comm.size if self.style == "tp" else 1)
+        return (products + attention) / self.shared_by
 
     def utilisation(self, seconds: float) -> float | None:
         """Return the share of the device's products per second; None on unknown devices."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
+from _positions import Attention, positions, ring, ring_attention
 from _whole_nets import Block, Case, Llama, Size, Style, angles, empty, filled, loss_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -77,11 +78,13 @@ def ours(case: Case, options: mf.Options) -> Running:
     size, comm, stages = case.size, case.ranks.comm, dict[str, float]()
     mesh = DeviceMesh.arange(**case.axes)
     split = {next(iter(case.axes)): Shard(0)} if case.splits_batches else {}
-    how: dict[str, Any] = {"gather": "fsdp"} if "fsdp" in case.axes else {}
+    split = {"cp": Shard(1, zigzag=True)} if case.style == "cp" else split
+    spread = next((axis for axis in ("fsdp", "cp") if axis in case.axes), None)
+    how: dict[str, Any] = {"gather": spread} if spread else {}
     how |= {"recompute": "layers.*"} if case.recompute else {}
     with _timed(stages, "import"):
         module = empty(size).to(torch.bfloat16)
-        layouts = {"input:*": split, "*": split if "fsdp" in case.axes else {}}
+        layouts = {"input:*": split, "*": {spread: Shard(0)} if spread else {}}
         if "tp" in case.axes:
             heads = mf.from_plan(module, _HEADS, sequence=1)["layouts"]
             layouts = _both(layouts, heads)
@@ -125,22 +128,56 @@ def _timed(stages: dict[str, float], name: str) -> Iterator[None]:
 
 def _fsdp2(case: Case, is_compiled: bool) -> Running:
     """`fully_shard` of each layer: f32 parts, gathered in bf16, gradients reduced in f32."""
-    net, device = _net(case), case.ranks.device
-    mesh = init_device_mesh(device.type, (case.ranks.comm.size,))
+    net = _net(case)
+    for layer in net.layers if is_compiled else ():
+        layer.compile(backend=case.compiler)
+    return _running(case, _sharded(case, net, is_compiled), averages=True)
+
+
+def _sharded(case: Case, net: Llama, is_compiled: bool) -> _Take:
+    """Return a step of a model whose parameters are split; its layers may be compiled before."""
+    mesh = init_device_mesh(case.ranks.device.type, (case.ranks.comm.size,))
     kind = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for layer in net.layers:
-        if is_compiled:
-            layer.compile(backend=case.compiler)
-        fully_shard(layer, mesh=mesh, mp_policy=kind)
-    fully_shard(net, mesh=mesh, mp_policy=kind)
+    for part in (*net.layers, net):
+        fully_shard(part, mesh=mesh, mp_policy=kind)
     loss = _loss(case, is_compiled)
-    take = _stepping(net, lambda ids, labels: loss(net(ids), labels), _adamw(case, net))
-    return _running(case, take, averages=True)
+    return _stepping(net, lambda ids, labels: loss(net(ids), labels), _adamw(case, net))
 
 
 def _split(case: Case) -> Case:
     """Return the case of ranks that split parameters only: the same sequences of all ranks."""
     return replace(case, style="fsdp", heads_split=1, batches=[])
+
+
+class _Gathering(Block):
+    """A layer that gathers the keys of all positions, in zigzag order, and masks later ones."""
+
+    def averaged(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ranks, size = dist.get_world_size(), q.shape[2] * dist.get_world_size()
+        each = [positions(size, ranks, rank, is_zigzag=True) for rank in range(ranks)]
+        seen = each[dist.get_rank()].unsqueeze(-1) >= torch.cat(each)
+        k, v = (_gathered(x, 2) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+
+
+def _fsdp2_of_positions(case: Case, is_compiled: bool, way: Attention | None) -> Running:
+    """FSDP2 where ranks have positions of each sequence, in zigzag order."""
+    net, ranks = _net(case, Block if way else _Gathering), case.ranks.comm
+    at = positions(case.size.tokens, ranks.size, ranks.rank, is_zigzag=True).to(net.cos.device)
+    net.cos, net.sin = (x[at] for x in (net.cos, net.sin))
+    device = case.ranks.device
+    mesh = init_device_mesh(device.type, (ranks.size,))
+    for layer in net.layers if way else ():  # torch.compile would not see what replaces attention
+        layer.averaged = torch.compiler.disable(way)
+    for layer in net.layers if is_compiled else ():  # a checkpoint would hide breaks of graphs
+        layer.inside = torch.compile(layer.inside, backend=case.compiler)
+    take = _sharded(case, net, is_compiled)
+
+    def around(ids: Tensor, labels: Tensor) -> Any:
+        with ring(mesh, device) if way else nullcontext():
+            return take(ids, labels)
+
+    return _running(case, around, averages=True)
 
 
 def _ddp(case: Case, is_compiled: bool) -> Running:
@@ -193,10 +230,10 @@ def _masters(case: Case, is_compiled: bool) -> Running:
     return _running(case, take)
 
 
-def _net(case: Case) -> Llama:
+def _net(case: Case, block: type[Block] = Block) -> Llama:
     device = case.ranks.device
     numbers = {name: x.to(device, copy=True) for name, x in case.numbers.items()}
-    return filled(case.size, numbers, case.recompute)
+    return filled(case.size, numbers, case.recompute, block)
 
 
 def _loss(case: Case, is_compiled: bool) -> Callable[[Tensor, Tensor], Tensor]:
@@ -240,8 +277,8 @@ def _with_gradient(kind: str) -> Callable[..., Tensor]:
 _ALL_GATHER, _REDUCE_SCATTER = map(_with_gradient, ("all_gather", "reduce_scatter"))
 
 
-def _gathered(x: Tensor) -> Tensor:
-    return _ALL_GATHER(x, gather_dim=1, group=dist.group.WORLD)
+def _gathered(x: Tensor, dim: int = 1) -> Tensor:
+    return _ALL_GATHER(x, gather_dim=dim, group=dist.group.WORLD)
 
 
 def _scattered(x: Tensor) -> Tensor:
@@ -347,8 +384,11 @@ def _clipped(net: Llama) -> None:
 
 # -- all of them -----------------------------------------------------------------------------------
 
-#: By style: peer -> the function that makes it; each takes whether it is compiled.
-PEERS: dict[Style, dict[str, Callable[[Case, bool], Running]]] = {
+#: Makes a peer of a case; it is told whether to compile.
+_Make = Callable[[Case, bool], Running]
+
+#: By style: peer -> the function that makes it.
+_PEERS: dict[Style, dict[str, _Make]] = {
     "fsdp": {"FSDP2": _fsdp2},
     "tp": {"sequence parallelism by hand": _by_hand},
     "fsdp_tp": {
@@ -358,4 +398,16 @@ PEERS: dict[Style, dict[str, Callable[[Case, bool], Running]]] = {
     "alone": {"autocast": _alone, "bf16, f32 masters": _masters},
 }
 
-__all__ = ["PEERS", "Running", "Size", "ours"]
+
+def peers(case: Case) -> dict[str, _Make]:
+    """Return the functions that make the peers of a case; torch's ring has no kernels for CPUs."""
+    if case.style != "cp":
+        return _PEERS[case.style]
+    if case.ranks.device.type == "cpu":
+        return {"FSDP2, keys gathered": partial(_fsdp2_of_positions, way=None)}
+    size = case.size
+    way = ring_attention(case.ranks, torch.bfloat16, size.heads, size.kv_heads, size.head)
+    return {"FSDP2, context_parallel": partial(_fsdp2_of_positions, way=way)} if way else {}
+
+
+__all__ = ["Running", "Size", "ours", "peers"]

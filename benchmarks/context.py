@@ -2,15 +2,21 @@
 
 ./launch/torchrun 2 benchmarks/context.py                                  # 131,072 positions
 ./launch/torchrun 4 benchmarks/context.py --tokens 262144 --alone 131072   # one GPU holds half
+./launch/torchrun 2 benchmarks/context.py --what decode                    # 524,288 in a cache
 ./launch/torchrun 2 benchmarks/context.py --device cpu --small --compiler aot_eager
 
-A layer of Llama-3-8B, forward and backward from a given gradient to those of the input and of all
-weights, which ranks add up. mdfuse imports the module, positions in zigzag order, once for each
-form of `--forms`, which `Options(context=)` takes. Beside it: Ulysses by hand (all-to-all to heads
-and back), torch's `context_parallel` (GPUs only), and the share of one device alone: its time
+`layer`: a layer of Llama-3-8B, forward and backward from a given gradient to those of the input and
+of all weights, which ranks add up. mdfuse imports the module, positions in zigzag order, once for
+each form of `--forms`, which `Options(context=)` takes. Beside it: Ulysses by hand (all-to-all to
+heads and back), torch's `context_parallel` (GPUs only), and the share of one device alone: its time
 divided by the ranks. Where one device does not hold all positions, `--alone` has fewer, and the
 time of all is that of a parabola through two lengths: products grow with positions, attention with
-their square. Results at 64 positions per rank are compared with f64.
+their square.
+
+`decode`: a token of a request that attends to a cache (`--cache`) whose positions are split, beside
+the same on one device, by mdfuse and by torch: attention alone, and a layer with its products.
+
+Results at 64 positions per rank are compared with f64.
 """
 
 from __future__ import annotations
@@ -23,12 +29,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import _context_decode
 import torch
 import torch.distributed as dist
+from _context_decode import Decode
 from _measure import Contender, Report, Row, device_time, host_time, interleave, show
+from _positions import positions, ring, ring_attention
 from _ranks import Ranks, start_or_alone
 from _whole_nets import SMALL, Block, Size, angles
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import mdfuse as mf
 from mdfuse import Shard
@@ -38,6 +48,9 @@ _RESULTS = Path(__file__).parent / "results"
 
 #: A layer of Llama-3-8B.
 _LLAMA = Size(hidden=4096, heads=32, kv_heads=8, units=14_336, rows=1, tokens=131_072)
+
+#: Positions of the cache of a decode.
+_CACHE = 524_288
 
 #: Positions of each rank where results are compared with f64.
 _FEW = 64
@@ -142,14 +155,6 @@ class Case:
         return mf.DeviceMesh.arange(cp=self.ranks.comm.size)
 
 
-def positions(size: int, ranks: int, rank: int, is_zigzag: bool) -> Tensor:
-    """Return which positions a rank has."""
-    if not is_zigzag:
-        return torch.arange(size).chunk(ranks)[rank]
-    chunks = torch.arange(size).chunk(2 * ranks)
-    return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]])
-
-
 # -- contenders ------------------------------------------------------------------------------------
 
 
@@ -212,21 +217,20 @@ def _with_weights_of(block: Block, other: Block) -> Block:
 
 def _context_parallel(case: Case) -> Step:
     """Return torch's ring, whose attention is patched while it runs; it balances positions."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.experimental import context_parallel
-
-    mesh = init_device_mesh(case.ranks.device.type, (case.ranks.comm.size,))
+    device = case.ranks.device
+    mesh = init_device_mesh(device.type, (case.ranks.comm.size,))
     layer, size = case.layer(), case.ranks.comm.size
     at = positions(case.size.tokens, size, case.ranks.comm.rank, is_zigzag=True)
     layer.cos, layer.sin = (x[at.to(x.device)].contiguous() for x in (layer.cos, layer.sin))
+    of = case.size
+    way = ring_attention(case.ranks, case.dtype, of.heads, of.kv_heads, of.head)
+    if way is None:
+        raise RuntimeError("torch has no kernels for it")
+    layer.block.averaged = way
     step = _by_hand(case, layer, None, is_split=True)  # torch.compile does not see the patch
 
     def run(x: Tensor, seed: Tensor) -> list[Tensor]:
-        # it cuts buffers of whole sequences, of which it needs one; ranks draw their own parts
-        whole = torch.zeros(1, case.size.tokens, device=x.device)
-        with context_parallel(
-            mesh, buffers=[whole], buffer_seq_dims=[1], no_restore_buffers={whole}
-        ):
+        with ring(mesh, device):
             return step(x, seed)
 
     return run
@@ -267,8 +271,9 @@ def check(case: Case, forms: Sequence[str]) -> dict[str, float]:
     want = _by_hand(case, wide, None, is_split=False)(x.double(), seed.double())
     norm, errors = torch.linalg.vector_norm, dict[str, float]()
     for name, (make, is_zigzag) in contenders(case, forms).items():
-        step, mine = make(), partial(_mine, case, is_zigzag=is_zigzag)
+        mine = partial(_mine, case, is_zigzag=is_zigzag)
         try:
+            step = make()
             for _ in range(3):  # the third one replays
                 got = step(mine(x), mine(seed))
         except (RuntimeError, NotImplementedError) as error:
@@ -349,7 +354,7 @@ def alone(case: Case, tokens: int, rounds: int) -> tuple[list[float], int]:
 def rows(case: Case, arguments: argparse.Namespace, world: dict[str, Any]) -> Iterator[Row]:
     """Measure all contenders in turns, and one device alone behind them."""
     forms = arguments.forms.split(",")
-    world["errors"] = check(case, forms)
+    world["errors"] |= check(case, forms)
     x, seed = case.drawn()
     calls, peaks = dict[str, Callable[[], object]](), dict[str, int]()
     for name, (make, is_zigzag) in contenders(case, forms).items():
@@ -383,10 +388,28 @@ def rows(case: Case, arguments: argparse.Namespace, world: dict[str, Any]) -> It
             )  # fmt: skip
 
 
+def decoded(case: Case, arguments: argparse.Namespace, world: dict[str, Any]) -> Iterator[Row]:
+    """Measure a token that attends to a cache."""
+    size = replace(case.size, tokens=arguments.cache or (256 if arguments.small else _CACHE))
+    decode = Decode(
+        ranks=case.ranks, size=replace(size, rows=arguments.requests), dtype=case.dtype,
+        compiler=case.compiler, world=world,
+    )  # fmt: skip
+    world["errors"] |= _context_decode.check(decode, _FEW, _TOLERANCE[case.dtype])
+    yield from _context_decode.rows(decode, arguments.rounds)
+
+
+#: What is measured -> by what.
+_PARTS = {"layer": rows, "decode": decoded}
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--what", default="layer", help="some of layer,decode")
+    parser.add_argument("--cache", type=int, help="positions of a cache; by default 524,288")
+    parser.add_argument("--requests", type=int, default=1, help="whose tokens are decoded at once")
     parser.add_argument("--tokens", type=int, help="positions of all ranks")
     parser.add_argument("--alone", type=int, help="positions of one device alone; by default all")
     parser.add_argument("--forms", default="auto", help="some of auto,gather,heads,ring")
@@ -413,8 +436,11 @@ def main() -> None:
     )  # fmt: skip
     path: Path = arguments.output or _RESULTS / f"context-{ranks.name}.json"
     settings = {k: v and str(v) for k, v in vars(arguments).items() if k != "output"}
-    world: dict[str, Any] = {"device": str(ranks.device), "ranks": ranks.comm.size}
-    measured = [*rows(case, arguments, world)]
+    parts = arguments.what.split(",")
+    if wrong := [x for x in parts if x not in _PARTS]:
+        screen.fail(f"--what {', '.join(wrong)}: there are {', '.join(_PARTS)}")
+    world: dict[str, Any] = {"device": str(ranks.device), "ranks": ranks.comm.size, "errors": {}}
+    measured = [row for x in parts for row in _PARTS[x](case, arguments, world)]
     if ranks.comm.rank == 0:
         show(screen.output(), f"a layer with split positions on {ranks.name}", measured)
         Report(benchmark="context", arguments=settings, rows=measured, where=world).write(path)

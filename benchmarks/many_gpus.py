@@ -87,17 +87,20 @@ def steps(ranks: int, few: Sequence[str], folder: Path) -> Iterator[Step]:
         folder: of the results.
     """
     yield from _tests()
-    whole = ("--model", "llama3-8b", "--recompute", "yes", "--no-warm", "--losses", "0")
+    once = ("--no-warm", "--losses", "0")
+    whole = ("--model", "llama3-8b", "--recompute", "yes", *once)
     tp = ("--tp", str(max(ranks // 2, 1)))
     positions = ("--tokens", "262144", "--alone", "131072") if not few else ("--tokens", "64")
     for name, script, arguments, limit_s in (
         ("whole model, fsdp", "whole_models.py", (*whole, "--rows", "fsdp"), 900),
         ("whole model, fsdp x tp", "whole_models.py", (*whole, *tp, "--rows", "fsdp_tp"), 900),
+        ("whole model, cp", "whole_models.py", (*once, "--rows", "cp"), 900),
         ("experts", "experts.py", ("--layer", "64"), 300),
         ("experts, qwen3-30b-a3b", "experts.py", ("--layer", "qwen3-30b-a3b"), 300),
         ("experts, uneven", "experts.py", ("--layer", "64", "--skew", "1"), 300),
         ("experts, symmetric", "experts.py", ("--layer", "64", "--carrier", "symmetric"), 300),
         ("context", "context.py", (*positions, "--forms", "auto,gather,heads,ring"), 600),
+        ("context, decode", "context.py", ("--what", "decode"), 300),
         ("serving", "serving.py", ("--rows", "decode,sums"), 600),
         ("overlap", "overlap.py", (), 600),
         ("overlap, symmetric", "overlap.py", ("--backend", "symmetric"), 600),

@@ -3,12 +3,15 @@
 ./launch/torchrun 2 benchmarks/whole_models.py --rows fsdp         # beside FSDP2, layers compiled
 ./launch/torchrun 2 benchmarks/whole_models.py --rows tp,ddp       # Megatron's by hand; DDP
 ./launch/torchrun 8 benchmarks/whole_models.py --model llama3-8b --rows fsdp,fsdp_tp --tp 4
+./launch/torchrun 2 benchmarks/whole_models.py --rows cp           # beside context_parallel
 python benchmarks/whole_models.py                                  # one GPU: torch.compile
 ./launch/torchrun 2 benchmarks/whole_models.py --device cpu --small --compiler aot_eager
 
 A step is forward, mean loss in f32, backward, clipping and AdamW, in bf16 with f32 masters (heads
 split: bf16 alone). Each row runs as it is, and with each layer computed again in the backward
-(`--recompute`): `recompute="layers.*"` beside `torch.utils.checkpoint` around each layer.
+(`--recompute`): `recompute="layers.*"` beside `torch.utils.checkpoint` around each layer. Where
+ranks split positions (`cp`), of one sequence of 65,536 unless `--tokens` says so, layers are
+computed again alone: both sides together have no room for more.
 
 A start is the time from the module in f32 on the host to the end of the first step. `cold`: no
 kernel of it, nor its lowered program, is in the compiler's folder. `warm`: all are, in the same
@@ -47,7 +50,7 @@ from _measure import (
 )
 from _ranks import Ranks, start_or_alone
 from _whole_nets import SIZES, SMALL, Case, Size, Style, drawn_numbers
-from _whole_steps import PEERS, Running, ours
+from _whole_steps import Running, ours, peers
 
 import mdfuse as mf
 from mdfuse.cli import screen
@@ -60,6 +63,9 @@ _BATCH = 3
 
 #: Steps before memory in a steady state is measured: captures, moments.
 _SETTLED = 4
+
+#: Positions of the sequence that ranks split.
+_POSITIONS = 65_536
 
 #: The largest relative difference of first losses.
 _TOLERANCE = 2e-2
@@ -82,6 +88,7 @@ _LIMITS: dict[Style, Limits] = {
     "tp": Limits(),
     "fsdp_tp": Limits(),
     "ddp": Limits(),
+    "cp": Limits(),
     "alone": Limits(time=0.97, working=None, peak=1.0),
 }
 
@@ -209,7 +216,7 @@ def measured(plan: Plan, case: Case) -> dict[str, Figures]:
         AssertionError: first losses differ.
     """
     makes: dict[str, _Make] = {_OURS: lambda: ours(case, plan.options[case.style])}
-    makes |= {name: lambda m=m: m(case, True) for name, m in PEERS[case.style].items()}
+    makes |= {name: lambda m=m: m(case, True) for name, m in peers(case).items()}
     running, figures = dict[str, Running](), dict[str, Figures]()
     for name, make in makes.items():
         running[name], figures[name] = _entered(plan, make, plan.losses)
@@ -240,7 +247,7 @@ def measured(plan: Plan, case: Case) -> dict[str, Figures]:
         del one
         _forgotten(plan)
     if plan.losses:
-        for name, make_of in PEERS[case.style].items():
+        for name, make_of in peers(case).items():
             eager = make_of(case, False)
             figures[f"{name}, eager"] = Figures(losses=[eager.loss() for _ in range(plan.losses)])
             del eager
@@ -259,7 +266,7 @@ def _check(case: Case, figures: Mapping[str, Figures]) -> None:
 def rows(plan: Plan, case: Case, figures: Mapping[str, Figures]) -> Iterator[Row]:
     """The rows beside each peer."""
     mine, limits = figures[_OURS], _LIMITS[case.style]
-    for name in PEERS[case.style]:
+    for name in peers(case):
         peer = figures[name]
         if mine.times:
             yield _row(case, "time of a step", "ms", name, mine.times, peer.times, limits.time)
@@ -319,7 +326,7 @@ def _show_plan(plan: Plan, case: Case, figures: Mapping[str, Figures]) -> None:
             seconds = spread.median * 1e-9
             share = case.utilisation(seconds)
             tokens = case.size.rows * case.size.tokens / seconds
-            tokens /= case.ranks.comm.size if case.style == "tp" else 1
+            tokens /= case.shared_by
             stored |= {"utilisation": share, "tokens per second and rank": tokens}
             share_text = "" if share is None else f", {share:.1%} of the device's products"
             warm = "" if x.warm is None else f", start, warm {x.warm / 1e9:.1f} s"
@@ -338,18 +345,19 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", help="some of fsdp,tp,fsdp_tp,ddp; on one rank there is alone")
+    parser.add_argument("--rows", help="some of fsdp,tp,fsdp_tp,ddp,cp; on one rank there is alone")
     parser.add_argument("--model", choices=[*SIZES], default="llama-1b")
     parser.add_argument("--tp", type=int, help="ranks that split heads in fsdp_tp; by default half")
     parser.add_argument(
-        "--recompute", choices=("no", "yes", "both"), default="both", help="layers computed again"
-    )
+        "--recompute", choices=("no", "yes", "both"),
+        help="layers computed again; both by default, with positions split yes",
+    )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--losses", type=int, default=50, help="steps; 0: no eager peers")
     parser.add_argument("--no-warm", action="store_true", help="starts are measured once")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--tokens", type=int, help="of a sequence")
-    parser.add_argument("--sequences", type=int, help="of a rank; heads split: of all ranks")
+    parser.add_argument("--sequences", type=int, help="of a rank; tp, cp: of all ranks")
     parser.add_argument("--prefetch", type=_bytes, default="layer", help="mdfuse's prefetch_bytes")
     parser.add_argument("--bucket", type=_bytes, default="layer", help="mdfuse's bucket_bytes")
     parser.add_argument("--overlap", choices=("auto", "never", "measure"), default="auto")
@@ -371,19 +379,26 @@ def _folder(given: Path | None) -> Path:
     return folder
 
 
-def _size(arguments: argparse.Namespace, is_alone: bool) -> Size:
+def _size(arguments: argparse.Namespace, style: Style) -> Size:
     """The sequences of one rank alone are half of those of one among others, as memory has it."""
     given = {"layers": arguments.layers, "tokens": arguments.tokens, "rows": arguments.sequences}
     usual = asdict(SMALL if arguments.small else SIZES[arguments.model])
-    usual |= {"rows": 1} if is_alone else {}
+    usual |= {"rows": 1} if style in ("alone", "cp") else {}
+    usual |= {"tokens": _POSITIONS} if style == "cp" and not arguments.small else {}
     return Size(**usual | {name: x for name, x in given.items() if x})
+
+
+def _again(arguments: argparse.Namespace, style: Style) -> list[bool]:
+    """Return whether layers are computed again, for each case of a row."""
+    said = arguments.recompute or ("yes" if style == "cp" else "both")
+    return {"no": [False], "yes": [True], "both": [False, True]}[said]
 
 
 def _chosen(arguments: argparse.Namespace, ranks: Ranks) -> list[Style]:
     """The rows that these ranks can run."""
-    possible = ["alone"] if ranks.comm.size == 1 else ["fsdp", "tp", "fsdp_tp", "ddp"]
+    possible = ["alone"] if ranks.comm.size == 1 else ["fsdp", "tp", "fsdp_tp", "ddp", "cp"]
     chosen = (
-        [x for x in possible if x != "fsdp_tp"]
+        [x for x in possible if x not in ("fsdp_tp", "cp")]
         if arguments.rows is None
         else arguments.rows.split(",")
     )
@@ -410,6 +425,10 @@ def _options(arguments: argparse.Namespace) -> dict[Style, mf.Options]:
         # the peer adds activations up in bf16, too
         "tp": mf.Options(**plain, prefetch_bytes=arguments.prefetch),
         "fsdp_tp": mf.Options(**plain, **spread, prefetch_bytes=arguments.prefetch),
+        # the peer has all logits at once: 16 chunks add up a gradient that 64 would read and write
+        "cp": mf.Options(
+            **plain, **spread, prefetch_bytes=arguments.prefetch, logits_bytes=1 << 30
+        ),
         "ddp": mf.Options(**{**plain, "bucket_bytes": _of_ddp(arguments.bucket)}, **spread),
         "alone": mf.Options(**plain),
     }
@@ -443,9 +462,10 @@ def main() -> None:
     ranks = start_or_alone(arguments.device)
     chosen = _chosen(arguments, ranks)
     path: Path = arguments.output or _RESULTS / f"whole_models-{ranks.name}.json"
-    size = _size(arguments, chosen == ["alone"])
+    sizes = {style: _size(arguments, style) for style in chosen}
     world: dict[str, Any] = {
-        "device": str(ranks.device), "ranks": ranks.comm.size, "size": asdict(size),
+        "device": str(ranks.device), "ranks": ranks.comm.size,
+        "sizes": {style: asdict(size) for style, size in sizes.items()},
         "starts with an empty folder": is_new, "functions": [], "eager": [], "contenders": {},
     }  # fmt: skip
     plan = Plan(
@@ -454,11 +474,10 @@ def main() -> None:
     )  # fmt: skip
     given = {k: v if v is None else str(v) for k, v in vars(arguments).items() if k != "output"}
     _warmed(plan, arguments.compiler)
-    numbers = drawn_numbers(size, ranks.device)
+    numbers = drawn_numbers(sizes[chosen[0]], ranks.device)  # alike, whatever the tokens are
     all_rows: list[Row] = []
-    again = {"no": [False], "yes": [True], "both": [False, True]}[arguments.recompute]
-    for style in chosen:
-        for recompute in again:
+    for style, size in sizes.items():
+        for recompute in _again(arguments, style):
             case = Case(
                 ranks=ranks, style=style, size=size, recompute=recompute,
                 compiler=arguments.compiler, numbers=numbers,

@@ -253,7 +253,11 @@ def test_layers_that_cannot_be_measured(
 
 @pytest.mark.parametrize(
     ("style", "recompute", "peer"),
-    [("fsdp", "both", "FSDP2"), ("tp", "no", "sequence parallelism by hand")],
+    [
+        ("fsdp", "both", "FSDP2"),
+        ("tp", "no", "sequence parallelism by hand"),
+        ("cp", "yes", "FSDP2, keys gathered"),
+    ],
 )
 def test_whole_models_train_as_their_peers(
     tmp_path: Path, style: str, recompute: str, peer: str
@@ -264,10 +268,11 @@ def test_whole_models_train_as_their_peers(
     stored = written(tmp_path, "whole_models.py", *small, *few, "--rows", style, ranks=2)
     names = [(row["name"], row["alternative"]) for row in stored["rows"]]
     whats = ("time of a step", "start, cold", "losses of 4 steps")
-    cases = [f"{style}=2", *([f"{style}=2, recompute"] if recompute == "both" else [])]
+    ends = {"no": [""], "yes": [", recompute"], "both": ["", ", recompute"]}[recompute]
+    cases = [f"{style}=2{end}" for end in ends]
     assert names == [(f"{case}: {what}", peer) for case in cases for what in whats]
     all_ = stored["world"]["contenders"]
-    plain = all_[f"{style}=2: {peer}"]["losses"]
+    plain = all_[f"{cases[0]}: {peer}"]["losses"]
     for case in cases:
         mine, theirs = (all_[f"{case}: {name}"]["losses"] for name in ("mdfuse", peer))
         assert theirs[2] < theirs[0] and theirs[3] < theirs[1], "batches take turns"
@@ -280,6 +285,8 @@ def test_one_rank_trains_no_split_model(ended_at_once: Ended) -> None:
     assert done.returncode == 1 and "rows fsdp, tp: on 1 rank there are alone" in done.stderr
 
 
+DECODES, DECODERS = ("attention", "layer"), ("mdfuse", "torch")
+
 #: Script -> its arguments, and the names of its rows with their alternatives.
 SPLIT = {
     "experts.py": (
@@ -288,9 +295,12 @@ SPLIT = {
         {f"step: {name}" for name in ("mdfuse", "hand", "hand-compiled")},
     ),
     "context.py": (
-        ("--tokens", "64", "--alone", "32"),
-        {("mdfuse, auto", "ulysses"), ("mdfuse, auto", "1/2 of one device")},
-        {"mdfuse, auto", "ulysses"},
+        ("--what", "layer,decode", "--tokens", "64", "--alone", "32", "--cache", "128"),
+        {("mdfuse, auto", "ulysses"), ("mdfuse, auto", "1/2 of one device")}
+        | {(f"decode, {what}", f"one device, {by}") for what in DECODES for by in DECODERS},
+        {"mdfuse, auto", "ulysses"}
+        | {f"{what.capitalize()}: one device, {by}" for what in DECODES for by in DECODERS}
+        | {f"{what.capitalize()}: mdfuse" for what in DECODES},
     ),
 }
 
@@ -303,6 +313,8 @@ def test_split_layers_give_the_values_of_whole_ones(tmp_path: Path, script: str)
     stored = written(tmp_path, script, *small, *arguments, ranks=2)
     assert {(row["name"], row["alternative"]) for row in stored["rows"]} == names
     assert stored["world"]["errors"].keys() == errors
+    received = stored["world"].get("bytes", {})  # sums and averages of all heads, and no keys
+    assert all(0 < x <= 2 * 4 * 4 * (16 + 2) for x in received.values()), received
 
 
 SHAPES = ("AG+MM 64 x 16 x 24", "MM+RS 64 x 16 x 24")

@@ -7,20 +7,17 @@ the memory grows with the number of rows, not with its square.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mdfuse.ir import attention_kernels, documents, shapes
+from mdfuse.ir import attention_kernels, documents, few_rows, shapes
+from mdfuse.ir.attention_blocks import Scores, attend_blocks, grad_of_blocks, wide_of
 from mdfuse.ir.visible import Run, Tile, tiles
 from mdfuse.layouts.boxes import nth_chunk
-
-#: How many keys a block has.
-BLOCK = 128
 
 
 def attend(
@@ -52,7 +49,7 @@ def attend(
     seen_by = _check((q, k, v), hides, is_causal, enable_gqa, window)
     scale = 1 / math.sqrt(q.shape[-1] or 1) if scale is None else scale
     if q.device.type == "meta":
-        sums = q.new_empty(q.shape[:-1], dtype=_wide(q.dtype))
+        sums = q.new_empty(q.shape[:-1], dtype=wide_of(q.dtype))
         return q.new_empty((*q.shape[:-1], v.shape[-1])), sums
     seen = _tiles((q, k, v), seen_by, is_causal, window, (rows, q_offset), (keys, k_offset))
     parts = [(t, _attend_tile(t, q, k, v, seen_by, scale)) for t in seen]
@@ -148,7 +145,7 @@ def attend_grad(
     """
     seen_by = _check((q, k, v), hides, is_causal, enable_gqa, window)
     shapes.attention_grad([*map(_shape, (q, k, v, out, sums, ct))], {"enable_gqa": enable_gqa})
-    if not out.dtype == ct.dtype == q.dtype or sums.dtype != _wide(q.dtype):
+    if not out.dtype == ct.dtype == q.dtype or sums.dtype != wide_of(q.dtype):
         raise TypeError(
             f"out, its cotangent and the sums are {out.dtype}, {ct.dtype}, {sums.dtype}"
         )
@@ -162,7 +159,7 @@ def attend_grad(
     if len(seen) == 1 and seen[0].shape == (q.shape[-2], k.shape[-2]):
         return _grad_of_tile(seen[0], saved, seen_by, scale)
     runs = [t.rows for t in seen], [t.keys for t in seen]
-    of_rows, of_keys = (q.dtype if _are_apart(x) else _wide(q.dtype) for x in runs)
+    of_rows, of_keys = (q.dtype if _are_apart(x) else wide_of(q.dtype) for x in runs)
     dtypes = of_rows, of_keys, of_keys
     grads = [
         torch.zeros(x.shape, dtype=dtype, device=x.device)
@@ -233,18 +230,35 @@ def _attend_tile(
         of_rows, of_keys = hides
         return documents.attend(q, k, v, of_rows, of_keys, scale, tile.shift, tile.window)
     mask, is_causal = _masked(tile, hides, q)
+    if _are_few(q, k, v, mask, is_causal):
+        few: tuple[Tensor, Tensor] = few_rows.attend_with_sums(q, k, v, _of_four_dims(mask), scale)
+        return few
     kernels = _kernels(q, k, v, mask, is_causal)
     if kernels is None and is_causal and tile.shape[0] != tile.shape[1]:
         apart = tile._replace(rows=(0, tile.shape[0]), keys=(0, tile.shape[1])).halves()
         return _joined([(t, _attend_tile(t, q, k, v, (), scale)) for t in apart], q, v)
     if kernels is None:
-        return _attend_blocks(_Scores(q, k, mask, is_causal, scale), v)
+        return attend_blocks(Scores(q, k, mask, is_causal, scale), v)
     heads, bias = _as_heads(q, k, v), _as_bias(mask, q, k)
     out, sums = kernels[0](*heads, bias, is_causal, scale)
     if bias is not None:  # what kernels give for rows that see nothing is not the same in all
         hidden = (bias == -math.inf).all(-1)
         out, sums = out.masked_fill(hidden.unsqueeze(-1), 0), sums.masked_fill(hidden, -math.inf)
     return out.reshape(*q.shape[:-1], v.shape[-1]), sums.reshape(q.shape[:-1])
+
+
+def _are_few(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
+    """Return whether the kernel of few rows computes them: with a mask however many keys.
+
+    Torch's kernels with a mask give sums for as many heads of keys as of queries, and go through
+    all keys of a head one block after the other.
+    """
+    most = few_rows.KEYS if mask is None else math.inf
+    return few_rows.fits(q, k, v, _of_four_dims(mask), is_causal, True, most)
+
+
+def _of_four_dims(mask: Tensor | None) -> Tensor | None:
+    return mask if mask is None else mask.reshape(*(1,) * (4 - mask.ndim), *mask.shape)
 
 
 def _hides_of(tile: Tile, hides: Sequence[Tensor]) -> list[Tensor]:
@@ -290,7 +304,7 @@ def _grad_of_tile(
         dk, dv = (torch.cat(x, -2) for x in zip(full[1:], square[1:], strict=True))
         return (full[0].to(sums.dtype) + square[0]).to(q.dtype), dk, dv
     if kernels is None:
-        return _grad_of_blocks(_Scores(q, k, mask, is_causal, scale), v, out, sums, ct)
+        return grad_of_blocks(Scores(q, k, mask, is_causal, scale), v, out, sums, ct)
     cotangent, sums, *given = _as_heads(ct, sums.unsqueeze(-1), q, k, v, out)
     bias = _as_bias(mask, q, k)
     sums = sums.squeeze(-1).contiguous()  # kernels of GPUs read them without their strides
@@ -303,7 +317,7 @@ def _joined(
     parts: Sequence[tuple[Tile, tuple[Tensor, Tensor]]], q: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Join what rows make of their tiles; in f32 or f64, where rows have several: see `join`."""
-    wide, is_apart = _wide(q.dtype), _are_apart([t.rows for t, _ in parts])
+    wide, is_apart = wide_of(q.dtype), _are_apart([t.rows for t, _ in parts])
     shape = *q.shape[:-1], v.shape[-1]
     out = torch.zeros(shape, dtype=q.dtype if is_apart else wide, device=q.device)
     sums = torch.full(q.shape[:-1], -math.inf, dtype=wide, device=q.device)
@@ -338,10 +352,6 @@ def join(a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor) -> None:
     of, other = ((x - shift).exp().unsqueeze(-1) for x in (of_a, of_b))
     a.mul_(of).addcmul_(b, other)
     of_a.copy_(sums)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _shape(x: Tensor | None) -> tuple[int, ...] | None:
@@ -399,96 +409,3 @@ def _as_bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     if any(n != 1 for n in bias.shape[:-3]):
         bias = bias.expand(*q.shape[:-3], *bias.shape[-3:])
     return bias.reshape(-1, heads, *bias.shape[-2:]).expand(-1, -1, *rows)
-
-
-# -- blocks of keys --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Scores:
-    """The scores of attention, of which only a block of keys is there at once.
-
-    Where heads share keys, a dim stands behind the heads for those that share: 1 of the keys.
-    """
-
-    q: Tensor
-    k: Tensor
-    mask: Tensor | None
-    is_causal: bool
-    scale: float
-
-    @property
-    def shared(self) -> int:
-        """The number of query heads that share one key head; 0 where there are no heads."""
-        if self.q.ndim < 3 or not self.k.shape[-3]:
-            return 0
-        return self.q.shape[-3] // self.k.shape[-3]
-
-    def of_query(self, x: Tensor) -> Tensor:
-        """Return […,heads,rows,n] as […,heads of keys,those that share,rows,n]."""
-        return x.unflatten(-3, (-1, self.shared)) if self.shared else x
-
-    def of_key(self, x: Tensor) -> Tensor:
-        return x.unsqueeze(-3) if self.shared else x
-
-    def joined(self, x: Tensor) -> Tensor:
-        """Undo `of_query`."""
-        return x.flatten(-4, -3) if self.shared else x
-
-    def summed(self, x: Tensor) -> Tensor:
-        """Add up what the heads that share give, which undoes `of_key`."""
-        return x.sum(-3) if self.shared else x
-
-    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the keys of each block, and their scores: -inf where they are hidden."""
-        wide = _wide(self.q.dtype)
-        q, n = self.of_query(self.q.to(wide) * self.scale), self.k.shape[-2]
-        rows = torch.arange(q.shape[-2], device=q.device).unsqueeze(-1)
-        mask = None if self.mask is None else self.mask.expand(*self.q.shape[:-1], n)
-        for start in range(0, n, BLOCK):
-            at = slice(start, min(start + BLOCK, n))
-            scores = q @ self.of_key(self.k[..., at, :].to(wide)).mT
-            if self.is_causal:
-                hidden = rows < torch.arange(at.start, at.stop, device=q.device)
-                scores = scores.masked_fill(hidden, -math.inf)
-            elif mask is not None and mask.dtype == torch.bool:
-                scores = scores.masked_fill(~self.of_query(mask[..., at]), -math.inf)
-            elif mask is not None:
-                scores = scores + self.of_query(mask[..., at].to(wide))
-            yield at, scores
-
-
-def _attend_blocks(scores: _Scores, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Go through the keys once: the greatest score, the sum of powers and of values so far."""
-    wide, rows = _wide(v.dtype), scores.of_query(scores.q).shape[:-1]
-    top = torch.full(rows, -math.inf, dtype=wide, device=v.device)
-    total, weighted = torch.zeros_like(top), v.new_zeros((*rows, v.shape[-1]), dtype=wide)
-    shift = torch.zeros_like(top)
-    for at, part in scores.blocks():
-        new = torch.maximum(top, part.amax(-1))
-        shift = new.masked_fill(new == -math.inf, 0)
-        fade, powers = (top - shift).exp(), (part - shift.unsqueeze(-1)).exp()
-        total = total * fade + powers.sum(-1)
-        weighted = weighted * fade.unsqueeze(-1) + powers @ scores.of_key(v[..., at, :].to(wide))
-        top = new
-    out = weighted / total.masked_fill(total == 0, 1).unsqueeze(-1)
-    sums = scores.joined((total.log() + shift).unsqueeze(-1)).squeeze(-1)
-    return scores.joined(out).to(v.dtype), sums
-
-
-def _grad_of_blocks(
-    scores: _Scores, v: Tensor, out: Tensor, sums: Tensor, ct: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    wide, q = _wide(v.dtype), scores.of_query(scores.q)
-    given = scores.of_query(ct.to(wide))
-    sums = scores.of_query(sums.masked_fill(sums == -math.inf, 0).unsqueeze(-1))
-    delta = (given * scores.of_query(out.to(wide))).sum(-1, keepdim=True)
-    dq = torch.zeros_like(q, dtype=wide)
-    dk, dv = torch.empty_like(scores.k), torch.empty_like(v)
-    for at, part in scores.blocks():
-        powers = (part - sums).exp()
-        dv[..., at, :] = scores.summed(powers.mT @ given)
-        ds = powers * (given @ scores.of_key(v[..., at, :].to(wide)).mT - delta) * scores.scale
-        dq += ds @ scores.of_key(scores.k[..., at, :].to(wide))
-        dk[..., at, :] = scores.summed(ds.mT @ q.to(wide))
-    return scores.joined(dq).to(scores.q.dtype), dk, dv

@@ -39,8 +39,10 @@ def kernels(
     is_new = torch.cuda.get_device_capability(query.device) >= (8, 0)
     may_flash = is_narrow and is_new and not has_bias
     if may_flash and features % 8 == 0 and features <= 256:
-        # flash alone takes a query that is shorter than the keys for the last rows of a longer one
-        may_cudnn = _may_cudnn(query, key, value, is_causal and is_square)
+        # flash alone takes a query that is shorter than the keys for the last rows of a longer one,
+        # and splits the keys of few rows also where it gives sums
+        is_few = query.shape[-2] <= _FEW and not is_causal
+        may_cudnn = not is_few and _may_cudnn(query, key, value, is_causal and is_square)
         if may_cudnn and not is_square and _pays_apart(query, key):
             return None
         if not (is_square and may_cudnn):
@@ -50,6 +52,9 @@ def kernels(
         return _efficient, _efficient_grad
     return None
 
+
+#: Rows of a head that do not fill a GPU.
+_FEW = 16
 
 #: Rows, and keys that all of them see, from which two of cuDNN's kernels, whose results are joined,
 #: take less time than one of flash: some 550 TFLOP/s beside 350, on Hopper GPUs.

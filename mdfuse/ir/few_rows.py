@@ -30,7 +30,13 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def fits(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, enable_gqa: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    enable_gqa: bool,
+    most: float = KEYS,
 ) -> bool:
     """Return whether `attend` computes the attention of such operands.
 
@@ -39,6 +45,7 @@ def fits(
         mask: what is added to the scores, or bools; it has as many dims.
         is_causal: a row sees the keys up to its place.
         enable_gqa: heads of queries may share one of keys.
+        most: keys of all heads and batches together.
     """
     operands = (q, k, v) if mask is None else (q, k, v, mask)
     if q.device.type != "cuda" or is_causal or any(x.ndim != 4 for x in operands):
@@ -51,7 +58,7 @@ def fits(
     is_plain = q.dtype in _DTYPES and q.dtype == k.dtype == v.dtype
     is_masked = mask is None or (mask.dtype == torch.bool and mask.shape[-1] == k.shape[2])
     is_alike = k.shape[:3] == v.shape[:3] and q.shape[::3] == k.shape[::3]
-    is_small = q.shape[1] // k.shape[1] * q.shape[2] <= ROWS and math.prod(k.shape[:3]) <= KEYS
+    is_small = q.shape[1] // k.shape[1] * q.shape[2] <= ROWS and math.prod(k.shape[:3]) <= most
     is_narrow = max(q.shape[3], v.shape[3]) <= _FEATURES
     is_even = _shares(q, k, enable_gqa)
     return is_plain and is_masked and is_alike and is_small and is_narrow and is_even
@@ -107,11 +114,41 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
     Returns:
         [batch, heads, rows, f].
     """
+    return _attend(q, k, v, mask, scale, has_sums=False)[0]
+
+
+@attend.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    return q.new_empty((*q.shape[:3], v.shape[3]))
+
+
+@torch.library.custom_op("mdfuse::attend_few_rows_with_sums", mutates_args=())
+def attend_with_sums(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Compute `attend` and, for each row, log(sum(exp(scores))); -inf where it sees no key.
+
+    Returns:
+        [batch, heads, rows, f], and [batch, heads, rows] in f32.
+    """
+    return _attend(q, k, v, mask, scale, has_sums=True)
+
+
+@attend_with_sums.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, has_sums: bool
+) -> tuple[Tensor, Tensor]:
+    """Return averages and, if they are asked for, the logarithms of sums."""
     batch, heads, rows, _ = q.shape
     shared, n, f = k.shape[1], k.shape[2], v.shape[3]
     block = 64 if max(q.shape[3], f) <= 128 else 32
     parts = _parts(batch * shared, -(-n // block), _processors(q.device))
     out = q.new_empty((batch, heads, rows, f))
+    logs = q.new_empty((batch, heads, rows), dtype=torch.float32) if has_sums else out
     joined, sums = out, out
     if parts > 1:
         joined = q.new_empty((batch * shared, parts, ROWS, f), dtype=torch.float32)
@@ -119,25 +156,20 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
     kernels: Any = _kernels()
     with torch.cuda.device_of(q):  # Triton launches on the current one
         kernels.attend_part[batch * shared, parts](
-            q, k, v, q if mask is None else mask.view(torch.uint8), joined, sums,
+            q, k, v, q if mask is None else mask.view(torch.uint8), joined, sums, logs,
             scale * math.log2(math.e), shared, heads // shared, rows, n, q.shape[3], f,
             -(-n // (block * parts)) * block, *q.stride(), *k.stride(), *v.stride(),
             *_strides(mask, (batch, heads, rows, n)),
-            HAS_MASK=mask is not None, IS_WHOLE=parts == 1, ROWS=ROWS, BLOCK=block,
-            E=power_of_two(q.shape[3]), F=power_of_two(f),
+            HAS_MASK=mask is not None, HAS_SUMS=has_sums, IS_WHOLE=parts == 1, ROWS=ROWS,
+            BLOCK=block, E=power_of_two(q.shape[3]), F=power_of_two(f),
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         )  # fmt: skip
         if parts > 1:
             kernels.join[batch * heads, rows](
-                joined, sums, out, heads, heads // shared, rows, parts, f,
-                ROWS=ROWS, PARTS=power_of_two(parts), F=power_of_two(f),
+                joined, sums, out, logs, heads, heads // shared, rows, parts, f,
+                HAS_SUMS=has_sums, ROWS=ROWS, PARTS=power_of_two(parts), F=power_of_two(f),
             )  # fmt: skip
-    return out
-
-
-@attend.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    return q.new_empty((*q.shape[:3], v.shape[3]))
+    return out, logs
 
 
 def _parts(heads: int, blocks: int, processors: int) -> int:

@@ -10,15 +10,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+#: The natural logarithm of 2: scores are those of powers of two.
+LN_2 = tl.constexpr(0.6931471805599453)
+
 
 @triton.jit
 def attend_part(
-    q, k, v, mask, out, sums, scale,
+    q, k, v, mask, out, sums, logs, scale,
     shared, groups, rows, n, e, f, per,
     qb, qh, qr, qe, kb, kh, kn, ke,
     vb, vh, vn, vf, mb, mh, mr, mn,
-    HAS_MASK: tl.constexpr, IS_WHOLE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    E: tl.constexpr, F: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_SUMS: tl.constexpr, IS_WHOLE: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, E: tl.constexpr, F: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Let all rows that share a head of keys attend to a part of its keys."""
     pair, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -53,8 +56,11 @@ def attend_part(
     values = values / tl.where(total == 0.0, 1.0, total)[:, None]
     is_there = is_row[:, None] & (fs < f)[None, :]
     if IS_WHOLE:
-        place = ((b * shared * groups + head) * rows + row)[:, None] * f + fs[None, :]
-        tl.store(out + place, values.to(out.dtype.element_ty), mask=is_there)
+        place = (b * shared * groups + head) * rows + row
+        at = out + place[:, None] * f + fs[None, :]
+        tl.store(at, values.to(out.dtype.element_ty), mask=is_there)
+        if HAS_SUMS:
+            tl.store(logs + place, (tl.log2(total) + top) * LN_2, mask=is_row)
     else:
         place = (pair * parts + part).to(tl.int64) * ROWS + r
         tl.store(out + place[:, None] * f + fs[None, :], values, mask=is_there)
@@ -63,8 +69,8 @@ def attend_part(
 
 @triton.jit
 def join(
-    values, sums, out, heads, groups, rows, parts, f,
-    ROWS: tl.constexpr, PARTS: tl.constexpr, F: tl.constexpr,
+    values, sums, out, logs, heads, groups, rows, parts, f,
+    HAS_SUMS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """Join the parts of a row; one that sees no key is 0."""
     head, row = tl.program_id(0), tl.program_id(1)
@@ -73,10 +79,13 @@ def join(
     place = (pair.to(tl.int64) * parts + p) * ROWS + r
     each = tl.load(sums + place, mask=p < parts, other=float("-inf"))
     top = tl.max(each, 0)
-    weights = tl.exp2(each - tl.where(top == float("-inf"), 0.0, top))
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    weights = tl.exp2(each - shift)
     at = values + place[:, None] * f + fs[None, :]
     some = tl.load(at, mask=(p < parts)[:, None] & (fs < f)[None, :], other=0.0)
     total = tl.sum(weights, 0)
     joined = tl.sum(some * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
-    into = out + (head.to(tl.int64) * rows + row) * f + fs
-    tl.store(into, joined.to(out.dtype.element_ty), mask=fs < f)
+    into = head.to(tl.int64) * rows + row
+    tl.store(out + into * f + fs, joined.to(out.dtype.element_ty), mask=fs < f)
+    if HAS_SUMS:
+        tl.store(logs + into, (tl.log2(total) + shift) * LN_2)

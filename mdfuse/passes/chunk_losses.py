@@ -41,6 +41,8 @@ ALONG = ("log_softmax", "max", "softmax")
 _PRODUCTS = ("contract", "linear", "matmul")
 #: Views that may follow it with them.
 _VIEWS = ("permute", "reshape", "squeeze", "unsqueeze")
+#: Rows of a tile of a product on a GPU: a chunk of 521 rows takes as long as one of 640.
+_TILE = 128
 #: How many times the bytes of its sum in f32 the operand of a weight's gradient may take.
 _WHOLE = 2
 
@@ -252,8 +254,20 @@ def heads(fusion: Fusion, most: int = 0) -> Iterator[Head]:
             continue
         rows = sorted(range(classes), key=lambda d: -shape[d])
         count = -(-of_all // most) if most else 2
-        each = [Head(fusion, x, d, classes, min(count, shape[d]), same) for d in rows]
+        each = [Head(fusion, x, d, classes, _even(shape[d], count), same) for d in rows]
         yield next((head for head in each if not head.because), each[0])
+
+
+def _even(rows: int, count: int) -> int:
+    """Return how many chunks there are if large ones have whole tiles of rows.
+
+    >>> _even(32_768, 63), _even(8192, 16), _even(5, 8)
+    (64, 16, 5)
+    """
+    each = -(-rows // max(count, 1))
+    if type(each) is int and each >= 2 * _TILE:
+        count = -(-rows // (each - each % _TILE))
+    return min(count, rows)
 
 
 def _along(expr: Expr) -> Sequence[int] | None:

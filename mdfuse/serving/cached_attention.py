@@ -247,7 +247,7 @@ def _attention(
     q = q.reshape(batch, k.shape[1], groups * n, -1)
     if n > 1 and groups > 1:
         mask = mask.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(2, 3)
-    if softcap is None and sinks is None and shape.parts_of_positions == 1:
+    if softcap is None and sinks is None:
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
         return y.reshape(batch, heads, n, -1)
     scores = (q @ k.mT).float() * scale

@@ -19,8 +19,7 @@ class StepShape:
         pages: how many pages there are; the first one is for slots without a request. 0: each slot
             has `context` rows of the caches.
         page_size: positions of a page.
-        parts_of_positions: how many ranks share the positions of a cache; where these are several,
-            the softmax is written out, so that they exchange its sums and not keys.
+        parts_of_positions: how many ranks share the positions of a cache.
         is_grouped: whether queries of one head of keys are rows of one product, which no axis that
             splits heads of queries alone allows.
     """

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mdfuse.backends.symmetric import cuda_sums, providers
 from mdfuse.backends.symmetric.cuda_sums import CHUNK, INBOX_BYTES, Inbox, Sums
-from mdfuse.backends.symmetric.moves import Shape
+from mdfuse.backends.symmetric.outbox_moves import Shape
 from mdfuse.layouts.call import Call
 from mdfuse.torch_private import HashStore
 

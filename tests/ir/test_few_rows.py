@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mdfuse.ir import calls, few_rows
+from mdfuse.ir import attention, calls, few_rows
+
+
+def logarithms(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """The logarithms of the sums of the powers, in f64."""
+    scores = q.double() @ k.double().repeat_interleave(q.shape[1] // k.shape[1], 1).mT * scale
+    return (scores if mask is None else scores.masked_fill(~mask, -math.inf)).logsumexp(-1)
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -66,6 +72,9 @@ def test_operands_that_fit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         if fits:
             y = calls.attend(q, k, v, mask, enable_gqa=gqa)
             assert (y.shape, y.dtype, y.device) == ((*q.shape[:3], v.shape[3]), q.dtype, q.device)
+            y, sums = attention.attend(q, k, v, mask, enable_gqa=gqa)
+            assert (y.shape, y.dtype, y.device) == ((*q.shape[:3], v.shape[3]), q.dtype, q.device)
+            assert (sums.shape, sums.dtype) == (q.shape[:3], torch.float32)
             monkeypatch.setattr(few_rows, "has_triton", lambda: False)
             assert not few_rows.fits(q, k, v, mask, False, gqa)
 
@@ -136,6 +145,10 @@ def test_numbers(dtype: torch.dtype, seed: int) -> None:
     error = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
     assert y.dtype == dtype and bool(y.isfinite().all())
     torch.testing.assert_close(y.double(), want, rtol=error, atol=error)
+    y, sums = attention.attend(q, k, v, mask, scale=scale, enable_gqa=True)
+    torch.testing.assert_close(y.double(), want, rtol=error, atol=error)
+    of_scores = logarithms(q, clean[0], mask, scale)
+    torch.testing.assert_close(sums.double(), of_scores, rtol=error, atol=error)
 
 
 @pytest.mark.gpu(1)

@@ -66,6 +66,15 @@ def test_meshes(mesh: DeviceMesh) -> None:
     check(mf.generate(llama(), mesh, max_batch=2, chunk=3, context=29), llama())
 
 
+def test_two_ranks_gather_once_for_each_layer() -> None:
+    """Results and sums of softmaxes: no key, and nothing else."""
+    engine = mf.generate(llama(), DeviceMesh.arange(cp=2), max_batch=2, chunk=3, context=28)
+    layers = llama().config.num_hidden_layers
+    for has_chunk, program in engine.programs.programs.items():
+        kinds = [c.kind for c in program.communications]
+        assert kinds == ["Allgather"] * layers * (1 + has_chunk)
+
+
 def test_pages(paged: Any) -> None:
     """Each waits until there are pages; at the end all are free."""
     check(paged, llama())

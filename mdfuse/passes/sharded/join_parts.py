@@ -9,17 +9,19 @@
     %y: f32[1,8,1,64] (cp=R) = div(slice(%s), slice(%s))
 
 So a step of decoding reads a long cache where it lies. It is done where that takes fewer bytes than
-to bring keys and values together.
+to bring keys and values together. Two parts, `%o` and `%l`, are gathered as they are, and joined
+by both ranks: as many bytes in one post.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 from mdfuse.ir.graph import Expr, Fusion, fresh_name
-from mdfuse.layouts.layout import Partial, Replicate
+from mdfuse.layouts.layout import Layout, Partial, Replicate, Shard
 from mdfuse.passes.prices import received_bytes
 from mdfuse.passes.rewriting import Maker, Rule, laid_out
 from mdfuse.passes.sharded.keep_splits import with_placements
@@ -32,7 +34,8 @@ def run(fusion: Fusion) -> Fusion:
     rules: dict[str, Rule] = {}
     for expr, axes in _split(fusion):
         parts = math.prod(fusion.layout(expr.reads[0]).mesh.axis_size(a) for a in axes)
-        rules[expr.outputs[0]] = partial(_parts, parts=parts)
+        whole = _gathered(fusion, expr, axes) if parts == 2 else None
+        rules[expr.outputs[0]] = partial(_parts, parts=parts, whole=whole)
     return laid_out(fusion, rules)
 
 
@@ -76,6 +79,27 @@ def _is_less(fusion: Fusion, expr: Expr, axes: tuple[str, ...]) -> bool:
     return received_bytes(outs[0], terms, whole) * size * _MORE < moved
 
 
+def _gathered(fusion: Fusion, expr: Expr, axes: tuple[str, ...]) -> Layout | None:
+    """Return the layout of all parts behind a gather; None where results are split by it, or heads
+    of the query are whole while those of keys are split.
+    """
+    out = fusion.values[expr.outputs[0]]
+    query, keys = (fusion.layout(x) for x in expr.reads[:2])
+    law = out.layout if out.is_law else None
+    if law is not None and any(not isinstance(law.placement(a), Replicate) for a in axes):
+        return None
+    whole = Layout(query.mesh, {})
+    for axis in query.mesh.axes:
+        placement = query.placement(axis)
+        if axis in axes or query.mesh.axis_size(axis) == 1:
+            continue
+        if placement != keys.placement(axis) or isinstance(placement, Partial):
+            return None
+        if isinstance(placement, Shard):
+            whole = whole.with_placement(axis, replace(placement, dim=placement.dim + 1))
+    return whole
+
+
 #: The sums and maxima, beside the results: one number for each row, which has many features.
 _MORE = 1.25
 
@@ -83,24 +107,33 @@ _MORE = 1.25
 # -- by what ---------------------------------------------------------------------------------------
 
 
-def _parts(maker: Maker, by: Expr, parts: int) -> None:
-    """Append attention to each part of the keys, and the join of its results."""
+def _parts(maker: Maker, by: Expr, parts: int, whole: Layout | None) -> None:
+    """Append attention to each part of the keys, and the join of its results.
+
+    Args:
+        maker: of the fusion.
+        by: the attention.
+        parts: how many there are.
+        whole: the layout in which they are gathered; None: they stay where they are.
+    """
     out = fresh_name(maker.values, f"{by.outputs[0]}.parts")
     how = {**by.kwargs, "parts": parts}
     sums = maker.several(by, "attention_parts", *by.inputs, first=out, **how)
-    ndim = len(maker.values[out].shape)
-    top = maker.op(by, "max", sums, dims=(0,), keepdim=True)
+    last, n = len(maker.values[out].shape) - 1, maker.values[out].shape[-1]
+    terms, logs = maker.wide(by, out), maker.op(by, "unsqueeze", sums, dims=(last,))
+    if whole is not None:
+        both = maker.op(by, "set", maker.op(by, "cat", terms, logs, dim=last))
+        maker.values[both] = replace(maker.values[both], layout=whole, is_law=True)
+        terms, logs = maker.columns(by, both, 0, n), maker.columns(by, both, n, n + 1)
+    top = maker.op(by, "max", logs, dims=(0,), keepdim=True)
     shift = maker.op(by, "where", maker.op(by, "eq", top, -math.inf), 0.0, top)
-    weights = maker.op(by, "exp", maker.op(by, "sub", sums, shift))
-    columns = maker.op(by, "unsqueeze", weights, dims=(ndim - 1,))
-    weighed = maker.op(by, "mul", maker.wide(by, out), columns)
-    both = maker.op(by, "cat", weighed, columns, dim=ndim - 1)
-    total = maker.op(by, "sum", both, dims=(0,))
-    n = maker.values[total].shape[-1] - 1
+    weights = maker.op(by, "exp", maker.op(by, "sub", logs, shift))
+    weighed = maker.op(by, "mul", terms, weights)
+    total = maker.op(by, "sum", maker.op(by, "cat", weighed, weights, dim=last), dims=(0,))
     over, under = maker.columns(by, total, 0, n), maker.columns(by, total, n, n + 1)
     safe = maker.op(by, "where", maker.op(by, "eq", under, 0.0), 1.0, under)
     joined = maker.op(by, "div", over, safe)
     maker.cast_as(by, joined)
     if len(by.outputs) == 2:
-        rows = maker.op(by, "squeeze", maker.op(by, "log", under), dims=(ndim - 2,))
-        maker.op(by, "add", rows, maker.op(by, "squeeze", shift, dims=(0,)), last=True)
+        rows = maker.op(by, "squeeze", maker.op(by, "log", under), dims=(last - 1,))
+        maker.op(by, "add", rows, maker.op(by, "squeeze", shift, dims=(0, last)), last=True)

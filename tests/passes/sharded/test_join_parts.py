@@ -65,11 +65,39 @@ def test_values_sums_and_gradients(seed: int) -> None:
     inputs = [x.detach() for x in leaves]
     check_everywhere(program, [*inputs, *masks], [x.detach() for x in (out, want, *grads)])
     if keys > 8:
-        kinds = [c.reduce_op for c in program.communications]
-        assert kinds[:2] == ["max", "sum"]
-        assert len(kinds) == 2 + is_trained
+        kinds = [c.reduce_op or c.kind for c in program.communications]
+        joined = ["Allgather"] if axes["cp"] == 2 else ["max", "sum"]
+        assert kinds == [*joined, *["sum"] * is_trained]
         moved = program.bytes_received(0)
         assert moved < 2 * 8 * 2 * heads * rows * (9 + 1 + 8 * is_trained)
+
+
+@pytest.mark.parametrize(
+    ("law", "kinds"),
+    [
+        ({}, ["Allgather"]),
+        ({"cp": Shard(1)}, ["Allreduce", "ReduceScatter", "ReduceScatter"]),
+        ({"tp": Shard(1)}, ["Allreduce", "Allreduce"]),
+    ],
+)
+def test_two_parts_are_gathered(law: dict[str, Shard], kinds: list[str]) -> None:
+    """Unless the result is split by it, or each rank has a head of keys for all of the query."""
+    mesh = DeviceMesh.arange(cp=2, tp=2)
+    heads = {"tp": Shard(1)} if "tp" in law else {}
+    torch.manual_seed(0)
+    given = [torch.randn(1, h, n, 16, dtype=torch.float64) for h, n in ((4, 1), (2, 99), (2, 99))]
+    with mf.FusionDefinition("decode") as fd:
+        q = fd.define_tensor([1, 4, 1, 16], torch.float64, mesh, {})
+        k, v = (
+            fd.define_tensor([1, 2, 99, 16], torch.float64, mesh, {"cp": Shard(2), **heads})
+            for _ in "kv"
+        )
+        y = mf.ops.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        fd.add_output(y.on(mesh, law) if "cp" in law else y)
+    want = torch.nn.functional.scaled_dot_product_attention(*given, enable_gqa=True)
+    program = mf.compile(fd)
+    check_everywhere(program, given, [want])
+    assert [c.kind for c in program.communications] == kinds, program
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
