@@ -28,7 +28,7 @@ class Called(TorchDispatchMode):
 @pytest.mark.parametrize("dims", [2, 4])
 def test_sums_of_a_long_cache(dims: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """No heads of keys are repeated: with a mask our kernel, else one that splits keys."""
-    monkeypatch.setattr(few_rows, "_has_triton", lambda: True)
+    monkeypatch.setattr(few_rows, "has_triton", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     with FakeTensorMode(), Called() as called:
         how: Any = {"dtype": torch.bfloat16, "device": "cuda"}
