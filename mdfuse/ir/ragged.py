@@ -1,8 +1,9 @@
 """Rows grouped by part of the tokens and by expert, of which a run counts how many are there.
 
 A ragged value is a tensor [parts, experts, bound, d] beside its counts, [parts, experts]: behind
-the rows that are counted there are zeros. Tokens are cut into parts as `torch.chunk` cuts them, so
-that an axis that splits tokens splits parts. A token has k experts: it is k rows.
+the rows that are counted there are zeros. Tokens are cut into parts as `torch.chunk` cuts them, or
+as many as `sizes` says to each, so that axes that split tokens split parts. A token has k experts:
+it is k rows.
 
 Calls take such a tensor, or the rows that are there alone: see `mdfuse.ir.packed_rows`.
 """
@@ -10,7 +11,8 @@ Calls take such a tensor, or the rows that are there alone: see `mdfuse.ir.packe
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -30,7 +32,13 @@ Part = tuple[int, int, int]
 
 
 def count(
-    ids: Tensor, *, experts: int, parts: int, rows: Part | None = None, part: Part | None = None
+    ids: Tensor,
+    *,
+    experts: int,
+    parts: int,
+    sizes: Sequence[int] | None = None,
+    rows: Part | None = None,
+    part: Part | None = None,
 ) -> Tensor:
     """Count how many rows of each part go to each expert.
 
@@ -38,14 +46,15 @@ def count(
         ids: [t] or [t,k], the experts of each token; others than 0 to experts - 1 are none.
         experts: how many there are.
         parts: into which tokens are cut.
+        sizes: how many tokens each part has; None: as `torch.chunk` cuts them.
         rows: (first, behind the last, all) of the tokens here; None: all.
         part: the same of the parts.
     """
-    sizes = _size_here(parts, part), experts
-    keys = _keys(ids, sizes, parts, rows, part)
+    groups = _size_here(parts, part), experts
+    keys = _keys(ids, groups, parts, sizes, rows, part)
     ones = torch.ones_like(keys)
-    zeros = ones.new_zeros(sizes[0] * sizes[1] + 1)
-    return zeros.index_add_(0, keys, ones)[:-1].view(sizes)
+    zeros = ones.new_zeros(groups[0] * groups[1] + 1)
+    return zeros.index_add_(0, keys, ones)[:-1].view(groups)
 
 
 def group(
@@ -53,6 +62,7 @@ def group(
     ids: Tensor,
     n: Tensor,
     *,
+    sizes: Sequence[int] | None = None,
     rows: Part | None = None,
     part: Part | None = None,
     bound: int | None = None,
@@ -64,19 +74,25 @@ def group(
         x: [t,d], or [t,k,d] where each choice of a token has a row.
         ids: as `count` takes them.
         n: [parts,experts], how many rows to keep.
-        rows: see `count`; likewise part.
+        sizes: see `count`; likewise rows and part.
         bound: how many rows a part has room for; None: as many as its tokens have choices.
         capacity: of a part for an expert; the fetch of the counts refuses more.
     """
-    bound = _bound(ids.shape, n.shape, rows, part) if bound is None else bound
-    return _put(x, ids, _places(ids, n, bound, rows, part), (*n.shape, bound))
+    bound = _bound(ids.shape, n.shape, sizes, rows, part) if bound is None else bound
+    return _put(x, ids, _places(ids, n, bound, sizes, rows, part), (*n.shape, bound))
 
 
 def ungroup(
-    y: Tensor, ids: Tensor, n: Tensor, *, rows: Part | None = None, part: Part | None = None
+    y: Tensor,
+    ids: Tensor,
+    n: Tensor,
+    *,
+    sizes: Sequence[int] | None = None,
+    rows: Part | None = None,
+    part: Part | None = None,
 ) -> Tensor:
     """Return the row of each choice of each token, [t,k,d]; zeros for those that are not there."""
-    return _taken(y, ids, _places(ids, n, y.shape[2], rows, part))
+    return _taken(y, ids, _places(ids, n, y.shape[2], sizes, rows, part))
 
 
 def line_up(
@@ -84,21 +100,28 @@ def line_up(
     ids: Tensor,
     n: Tensor,
     *,
+    sizes: Sequence[int] | None = None,
     rows: Part | None = None,
     part: Part | None = None,
     bound: int | None = None,
     capacity: int | None = None,
 ) -> Tensor:
     """Put the rows of each part one behind the other, by expert: [p,b,d]; see `group`."""
-    bound = _bound(ids.shape, n.shape, rows, part) if bound is None else bound
-    return _put(x, ids, _lined_up(ids, n, bound, rows, part), (n.shape[0], bound))
+    bound = _bound(ids.shape, n.shape, sizes, rows, part) if bound is None else bound
+    return _put(x, ids, _lined_up(ids, n, bound, sizes, rows, part), (n.shape[0], bound))
 
 
 def put_back(
-    y: Tensor, ids: Tensor, n: Tensor, *, rows: Part | None = None, part: Part | None = None
+    y: Tensor,
+    ids: Tensor,
+    n: Tensor,
+    *,
+    sizes: Sequence[int] | None = None,
+    rows: Part | None = None,
+    part: Part | None = None,
 ) -> Tensor:
     """Return the row of each choice of each token, of rows that `line_up` made; see `ungroup`."""
-    return _taken(y, ids, _lined_up(ids, n, y.shape[1], rows, part))
+    return _taken(y, ids, _lined_up(ids, n, y.shape[1], sizes, rows, part))
 
 
 def _put(x: Tensor, ids: Tensor, at: Tensor, places: Shape) -> Tensor:
@@ -155,25 +178,47 @@ def _size_here(whole: int, part: Part | None) -> int:
 
 
 def _keys(
-    ids: Tensor, sizes: tuple[int, int], parts: int, rows: Part | None, part: Part | None
+    ids: Tensor,
+    groups: tuple[int, int],
+    parts: int,
+    sizes: Sequence[int] | None,
+    rows: Part | None,
+    part: Part | None,
 ) -> Tensor:
     """Return which of the groups here each row belongs to, [t*k]; the last for those elsewhere."""
     ids = (ids if ids.ndim == 2 else ids.unsqueeze(1)).long()
+    is_here = (ids >= 0) & (ids < groups[1])
+    if parts == 1 or (rows is not None and groups[0] == 1):  # a rank has the tokens of its parts
+        return torch.where(is_here, ids, groups[1]).flatten()
     first, _, tokens = rows or (0, 0, ids.shape[0])
-    size = max(-(-tokens // parts), 1)
-    at = torch.arange(ids.shape[0], device=ids.device).add(first).div(size, rounding_mode="floor")
-    at = at.unsqueeze(1) - (part[0] if part else 0)
-    is_here = (ids >= 0) & (ids < sizes[1]) & (at >= 0) & (at < sizes[0])
-    return torch.where(is_here, at * sizes[1] + ids, sizes[0] * sizes[1]).flatten()
+    at = torch.arange(ids.shape[0], device=ids.device).add(first)
+    at = _parts_at(at, tokens, parts, sizes).unsqueeze(1) - (part[0] if part else 0)
+    is_here = is_here & (at >= 0) & (at < groups[0])
+    return torch.where(is_here, at * groups[1] + ids, groups[0] * groups[1]).flatten()
 
 
-def _places(ids: Tensor, n: Tensor, bound: int, rows: Part | None, part: Part | None) -> Tensor:
+def _parts_at(at: Tensor, tokens: int, parts: int, sizes: Sequence[int] | None) -> Tensor:
+    """Return to which part each token belongs."""
+    if sizes is None:
+        return at.div(max(-(-tokens // parts), 1), rounding_mode="floor")
+    behind = [at >= end for end in accumulate(sizes)]
+    return torch.stack(behind).sum(0) if behind else at
+
+
+def _places(
+    ids: Tensor,
+    n: Tensor,
+    bound: int,
+    sizes: Sequence[int] | None,
+    rows: Part | None,
+    part: Part | None,
+) -> Tensor:
     """Return where each row lies among all places, [t*k]; behind the last if it lies nowhere.
 
     Rows of one part and expert lie in the order of the tokens, so in that of a stable sort.
     """
-    sizes = n.shape[0], n.shape[1]
-    keys = _keys(ids, sizes, (part or (0, 0, sizes[0]))[2], rows, part)
+    here = n.shape[0], n.shape[1]
+    keys = _keys(ids, here, (part or (0, 0, here[0]))[2], sizes, rows, part)
     in_order, order = keys.sort(stable=True)
     groups = torch.arange(n.numel() + 1, device=keys.device)
     starts = torch.searchsorted(in_order, groups)
@@ -183,17 +228,32 @@ def _places(ids: Tensor, n: Tensor, bound: int, rows: Part | None, part: Part | 
     return torch.where(places < limits[keys], keys * bound + places, n.numel() * bound)
 
 
-def _lined_up(ids: Tensor, n: Tensor, bound: int, rows: Part | None, part: Part | None) -> Tensor:
+def _lined_up(
+    ids: Tensor,
+    n: Tensor,
+    bound: int,
+    sizes: Sequence[int] | None,
+    rows: Part | None,
+    part: Part | None,
+) -> Tensor:
     """Return where each row lies where the rows of a part lie one behind the other, [t*k]."""
-    grouped = _places(ids, n, bound, rows, part)
+    grouped = _places(ids, n, bound, sizes, rows, part)
     starts = torch.arange(n.shape[0], device=n.device).unsqueeze(1) * bound + n.cumsum(1) - n
     starts = torch.cat([starts.flatten(), starts.new_full((1,), n.shape[0] * bound)])
     size = max(bound, 1)
     return starts[grouped.div(size, rounding_mode="floor")] + grouped % size
 
 
-def _bound(ids: Shape, n: Shape, rows: Part | None = None, part: Part | None = None) -> int:
+def _bound(
+    ids: Shape,
+    n: Shape,
+    sizes: Sequence[int] | None = None,
+    rows: Part | None = None,
+    part: Part | None = None,
+) -> int:
     """Return the number of rows of a part, all of which may go to one expert."""
+    if sizes is not None:
+        return max(sizes, default=0) * choices(ids)
     tokens, parts = (rows or (0, 0, ids[0]))[2], (part or (0, 0, n[0]))[2]
     return -(-tokens // max(parts, 1)) * choices(ids)
 
@@ -216,16 +276,28 @@ def _alike(*pairs: tuple[int, int]) -> None:
 
 def shape_of_count(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return [parts, experts], or those of one rank."""
-    _given(shapes, (1, 2))
-    sizes = (attrs["parts"], attrs.get("part")), (attrs["experts"], None)
-    return tuple(_size_here(whole, part) for whole, part in sizes)
+    (ids,) = _given(shapes, (1, 2))
+    _check_sizes(ids[0], attrs["parts"], attrs)
+    whole = (attrs["parts"], attrs.get("part")), (attrs["experts"], None)
+    return tuple(_size_here(n, part) for n, part in whole)
+
+
+def _check_sizes(tokens: int, parts: int, attrs: Attrs) -> None:
+    """Raise ValueError unless the tokens of all parts are all tokens."""
+    sizes, rows = attrs.get("sizes"), attrs.get("rows")
+    if sizes is None:
+        return
+    tokens, parts = (rows or (0, 0, tokens))[2], (attrs.get("part") or (0, 0, parts))[2]
+    if len(sizes) != parts or not are_same(sum(sizes), tokens):
+        raise ValueError(f"sizes of {len(sizes)} parts, {sum(sizes)} tokens together")
 
 
 def shape_of_group(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return [parts, experts, bound, d]."""
     x, ids, n = _given(shapes, (2, 3), (1, 2), (2,))
     _alike((x[0], ids[0]), *([(x[1], ids[1])] if len(x) == 3 else []))
-    most = _bound(ids, n, attrs.get("rows"), attrs.get("part"))
+    _check_sizes(ids[0], n[0], attrs)
+    most = _bound(ids, n, *(attrs.get(name) for name in ("sizes", "rows", "part")))
     bound = attrs.get("bound", most)
     if "rows" not in attrs and bound < most:  # a rank's tokens may be a chunk of a part's
         raise ValueError(f"room for {bound} rows of a part, which may have {most}")
@@ -242,6 +314,7 @@ def shape_of_put_back(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return [t, k, d]."""
     y, ids, n = _given(shapes, (3,), (1, 2), (2,))
     _alike((y[0], n[0]))
+    _check_sizes(ids[0], n[0], attrs)
     return (ids[0], choices(ids), y[2])
 
 
@@ -249,6 +322,7 @@ def shape_of_ungroup(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return [t, k, d]."""
     y, ids, n = _given(shapes, (4,), (1, 2), (2,))
     _alike(*zip(y[:2], n, strict=True))
+    _check_sizes(ids[0], n[0], attrs)
     return (ids[0], choices(ids), y[3])
 
 
@@ -323,4 +397,4 @@ def whole_rows(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
         return attrs
     bound, (_, ids, n) = part.out.shape[-2], (x.shape for x in part.operands if x is not None)
     others = {name: value for name, value in attrs.items() if name != "bound"}
-    return others if bound == _bound(ids, n) else {**others, "bound": bound}
+    return others if bound == _bound(ids, n, attrs.get("sizes")) else {**others, "bound": bound}

@@ -45,14 +45,12 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }  # fmt: skip
 
 #: pattern -> the dim of matrices inside experts, and of their biases, that `tp` splits.
-IN_TURNS = {"*.gate_up_proj": 2, "*.gate_up_proj_bias": 1, "*.down_proj": 1}
 INSIDE: Mapping[str, Mapping[str, int]] = {
-    "GPT-OSS": IN_TURNS,
+    "GPT-OSS": {"*.gate_up_proj": 2, "*.gate_up_proj_bias": 1, "*.down_proj": 1},
     "Llama 4": {"*.gate_up_proj": 2, "*.down_proj": 1},
-    **dict.fromkeys(
-        ("Qwen3-MoE", "Mixtral", "OLMoE", "DeepSeek-V3"), {"*.gate_up_proj": 1, "*.down_proj": 2}
-    ),
 }
+#: of other models
+_LINEAR: Mapping[str, int] = {"*.gate_up_proj": 1, "*.down_proj": 2}
 
 
 def ids(rows: int = 4, positions: int = 6) -> Tensor:
@@ -72,7 +70,7 @@ def inside_experts(name: str, axis: str = "tp", experts: str = "ep") -> dict[str
     Gates and values that stand behind each other are two blocks, of which a rank has parts alike.
     """
     layouts: dict[str, Any] = {"*.experts.*": {experts: Shard(0)}}
-    for pattern, dim in INSIDE[name].items():
+    for pattern, dim in INSIDE.get(name, _LINEAR).items():
         blocks = {"blocks": 2} if "gate" in pattern and name != "GPT-OSS" else {}
         layouts[f"*.experts{pattern[1:]}"] = {experts: Shard(0), axis: Shard(dim, **blocks)}
     return layouts

@@ -82,7 +82,7 @@ def test_each_microbatch_has_room_for_the_largest() -> None:
 OTHER_PARTS: list[tuple[int, dict[str, int], int, str, str]] = [
     (8, {"ep": 2}, 4, "%each is (ep=S0), with parts=4", "parts=2"),
     (8, {"ep": 2}, 1, "%each is (ep=S0), with parts=1", "parts=2"),
-    (10, {"dp": 2, "ep": 2}, 4, "ranks have 2 or 3 tokens", "a multiple of 4 tokens"),
+    (10, {"dp": 2, "ep": 2}, 4, "ranks have 2 or 3 tokens", "parts=[3, 2, 3, 2]"),
 ]
 
 

@@ -46,6 +46,7 @@ _WITH_COUNTS = ("rows_mm", "rows_mm_grad", "sum_of_rows", "spread_rows", "mask_r
 
 #: Those that read ids as their second operand.
 _OF_IDS = ("line_up_rows", "put_back_rows")
+_CUTS = ("group_rows", "ungroup_rows")
 #: Those that may state a capacity, which a fetch of their counts before them refuses to exceed.
 _GROUPS = ("group_rows", "line_up_rows")
 
@@ -209,9 +210,21 @@ class _Counts:
             return f"{i.fn or i.op} of rows by " + " and ".join(
                 f"%{x}" for x in sorted(map(str, by))
             )
+        if i.fn in _OF_IDS or i.fn in _CUTS:
+            return self.cut_problem(i) or (self.row_problem(i, rows) if rows else None)
         if i.op in _TAKES:
             return self.taking_problem(i, rows, bool(given)) or self.room_problem(i)
         return self.row_problem(i, rows) if rows else None
+
+    def cut_problem(self, i: Instruction) -> str | None:
+        """Return why tokens are cut into other parts than those whose rows are counted."""
+        for name, _, _ in self.origins(i.reads[2]):
+            for maker in self.makers.get(name, ()):
+                of = maker.kwargs.get("sizes")
+                if maker.fn == "counts" and of != i.kwargs.get("sizes"):
+                    stated = "as torch.chunk cuts them" if of is None else f"of {[*of]} tokens"
+                    return f"{i.fn} cuts tokens otherwise than %{name}, whose parts are {stated}"
+        return None
 
     def taking_problem(self, i: Instruction, rows: list[str], is_given: bool) -> str | None:
         if bool(rows) == is_given:

@@ -9,7 +9,8 @@ from mdfuse.ir.attributes import attr
 from mdfuse.ir.op_table import row
 from mdfuse.ir.out_forms import ANYHOW, DENSE
 
-_HERE = tuple(attr(name, "part", is_local=True) for name in ("rows", "part"))
+_SIZES = (attr("sizes", "counts"),)
+_HERE = (*_SIZES, *(attr(name, "part", is_local=True) for name in ("rows", "part")))
 _GROUPS: dict[str, Any] = {"localize": ragged.local_groups, "is_single": False}
 _BOUND = attr("bound", "count"), attr("capacity", "extent")
 _ROWS: dict[str, Any] = {

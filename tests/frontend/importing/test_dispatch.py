@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.expert_models import MODELS, SIZES, ids, module_of
+from helpers.expert_models import MODELS, SIZES, ids, inside_experts, module_of
 from torch import Tensor, nn
 
 import mdfuse as mf
@@ -116,6 +116,43 @@ def test_tokens_are_split_by_another_axis_too() -> None:
 def test_rows_stay_where_ranks_have_all_tokens(name: str) -> None:
     program = check_step(*imported(name, EP, {}))
     assert not any(i.op == "fetch" for i in program.host.walk())
+
+
+@pytest.mark.parametrize("counts", ["host", "device"])
+@pytest.mark.parametrize(
+    "axes", [{"ep": 2, "tp": 2}, {"tp": 3, "ep": 2}, {"dp": 2, "ep": 2, "tp": 2}]
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_matrices_are_split_inside_experts(name: str, axes: dict[str, int], counts: Any) -> None:
+    """Rows go as they are counted, and the sum over tp follows their way back."""
+    mesh = DeviceMesh.arange(**axes)
+    tokens = {a: Shard(0) for a in axes if a != "tp"}
+    module, layouts = module_of(name), {**inside_experts(name), "input:*": tokens}
+    kwargs = {"input_ids": IDS, "use_cache": False}
+    model = mf.from_torch(module, (), kwargs, mesh=mesh, layouts=layouts)
+    program = check_step(module, model, mf.Options(counts=counts))
+    if name != "GPT-OSS":
+        assert " are dense" not in program.explain()
+        assert way_of(program) == ((4, 1) if counts == "host" else (0, 0))
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "positions", "go"),
+    [("Llama 4", 5, 1, True), ("Llama 4", 5, 2, False), ("Mixtral", 5, 2, False)],
+)
+def test_rows_of_an_uneven_batch(name: str, rows: int, positions: int, go: bool) -> None:
+    """Rows of one token go to their experts; of several tokens they stay, and reports say so."""
+    module, kwargs = module_of(name), {"input_ids": ids(rows, positions), "use_cache": False}
+    layouts = {"*.experts.*": SPLIT, "input:*": SPLIT}
+    model = mf.from_torch(module, (), kwargs, mesh=EP, layouts=layouts)
+    program = model.compile()
+    assert way_of(program) == ((2, 1) if go else (0, 0))
+    said = "rows stay, and ranks compute those of their experts among all tokens"
+    assert (said in model.report()) == (said in program.explain()) == (not go)
+    (logits,) = mf.simulate(program, [*model.load(), kwargs["input_ids"]]).outputs
+    with torch.no_grad():
+        wanted = module(**kwargs).logits
+    torch.testing.assert_close(logits, wanted, rtol=1e-3, atol=1e-5)
 
 
 #: name -> mesh, how it splits the tokens, options of the step.

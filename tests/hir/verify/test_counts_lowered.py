@@ -60,6 +60,9 @@ BROKEN: dict[str, tuple[str, str]] = {
         FETCH + "%n.all, most=8)\n  wait %c0"),
     "counts that are written again": ("  %t.lined:", "  %n = add(%n, 1)\n  %t.lined:"),
     "rows lined up by others": ("line_up_rows(%x, %ids, %n)", "line_up_rows(%x, %ids, %n_1)"),
+    "rows lined up in other parts": (
+        "line_up_rows(%x, %ids, %n)", "line_up_rows(%x, %ids, %n, sizes=[4,4])"),
+    "rows put back in other parts": ("(%y.lined, %ids, %n)", "(%y.lined, %ids, %n, sizes=[5,3])"),
     "rows put back by others": ("(%y.lined, %ids, %n)", "(%y.lined, %ids, %n_1)"),
     "rows unpacked by others": ("rows(%y, %n.counted)", "rows(%y, %n_1.counted)"),
     "rows multiplied by others": ("= narrow(%n.all)", "= narrow(%n_1.all)"),
