@@ -137,31 +137,48 @@ def _taken(y: Tensor, ids: Tensor, at: Tensor) -> Tensor:
     return flat[at].view(ids.shape[0], choices(ids.shape), y.shape[-1])
 
 
-def multiply(x: Tensor, weight: Tensor, n: Tensor) -> Tensor:
-    """Multiply the rows of each expert, [p,e,b,k], with its matrix, of [e,k,n]."""
-    return packed_rows.multiply(x, weight, n) if x.ndim == 2 else torch.matmul(x, weight)
+def to_experts(x: Tensor, n: Tensor) -> Tensor:
+    """Put rows that lie part by part in the order of their experts; others have places of both."""
+    return packed_rows.to_experts(x, n) if x.ndim == 2 else x
 
 
-def multiply_grad(x: Tensor, ct: Tensor, n: Tensor) -> Tensor:
+def to_parts(x: Tensor, n: Tensor) -> Tensor:
+    """Put rows that lie expert by expert in the order of their parts; see `to_experts`."""
+    return packed_rows.to_parts(x, n) if x.ndim == 2 else x
+
+
+def multiply(x: Tensor, weight: Tensor, n: Tensor, *, by_expert: bool = False) -> Tensor:
+    """Multiply the rows of each expert, [p,e,b,k], with its matrix, of [e,k,n].
+
+    Args:
+        x: the rows, dense or those that are there.
+        weight: the matrices.
+        n: how many rows are there.
+        by_expert: those that are there lie expert by expert; else part by part.
+    """
+    return packed_rows.multiply(x, weight, n, by_expert) if x.ndim == 2 else torch.matmul(x, weight)
+
+
+def multiply_grad(x: Tensor, ct: Tensor, n: Tensor, *, by_expert: bool = False) -> Tensor:
     """Return the gradient of the matrices [e,k,n]: of each expert the product of its rows."""
     if x.ndim == 2:
-        return packed_rows.multiply_grad(x, ct, n)
+        return packed_rows.multiply_grad(x, ct, n, by_expert)
     left, right = (t.transpose(0, 1).flatten(1, 2) for t in (x, ct))
     return torch.bmm(left.transpose(1, 2), right)
 
 
-def total(x: Tensor, n: Tensor) -> Tensor:
-    """Sum the rows of each part and expert: [p,e,b,d] -> [p,e,d]."""
-    return packed_rows.total(x, n) if x.ndim == 2 else x.sum(2)
+def total(x: Tensor, n: Tensor, *, by_expert: bool = False) -> Tensor:
+    """Sum the rows of each part and expert: [p,e,b,d] -> [p,e,d]; see `multiply`."""
+    return packed_rows.total(x, n, by_expert) if x.ndim == 2 else x.sum(2)
 
 
-def spread(rows: Tensor, x: Tensor, n: Tensor) -> Tensor:
+def spread(rows: Tensor, x: Tensor, n: Tensor, *, by_expert: bool = False) -> Tensor:
     """Repeat a row per part and expert, [p,e,d], for each row of x that is there.
 
-    The result has the columns of x, or those of the rows where x has one.
+    The result has the columns of x, or those of the rows where x has one; see `multiply`.
     """
     if x.ndim == 2:
-        return packed_rows.spread(rows, x, n)
+        return packed_rows.spread(rows, x, n, by_expert)
     return mask(rows.unsqueeze(2).expand(*x.shape[:3], max(x.shape[3], rows.shape[2])), n)
 
 
@@ -217,8 +234,8 @@ def _places(
 
     Rows of one part and expert lie in the order of the tokens, so in that of a stable sort.
     """
-    here = n.shape[0], n.shape[1]
-    keys = _keys(ids, here, (part or (0, 0, here[0]))[2], sizes, rows, part)
+    count = n.shape[0], n.shape[1]
+    keys = _keys(ids, count, (part or (0, 0, count[0]))[2], sizes, rows, part)
     in_order, order = keys.sort(stable=True)
     groups = torch.arange(n.numel() + 1, device=keys.device)
     starts = torch.searchsorted(in_order, groups)

@@ -25,6 +25,7 @@ from mdfuse.extents.expressions import terms
 from mdfuse.hir.counted_rows import group_size, is_counted, is_grouped, is_held
 from mdfuse.hir.instructions import BLOCKS, POSTS, op_of, received
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
+from mdfuse.hir.verify import row_orders
 from mdfuse.hir.verify.error_report import wrong
 from mdfuse.hir.verify.result_layouts import chunk_of, is_alike, plain
 from mdfuse.layouts.layout import Replicate, Shard
@@ -39,10 +40,12 @@ _TAKES = {"alloc": 0, "pack_rows": 1, "unpack_rows": 1, "post": 2}
 #: Rows of the op table that know counted rows, besides those that work element by element.
 _BY_ROWS = (
     "set", "linear", "rows_mm", "rows_mm_grad", "sum_of_rows", "spread_rows", "mask_rows", "slice",
-    "cat", "detach", "sum", "slice_grad",
+    "cat", "detach", "sum", "slice_grad", "rows_to_experts", "rows_to_parts",
 )  # fmt: skip
 #: Those of them that take counts, too, or make what has no rows.
-_WITH_COUNTS = ("rows_mm", "rows_mm_grad", "sum_of_rows", "spread_rows", "mask_rows")
+_WITH_COUNTS = (
+    "rows_mm", "rows_mm_grad", "sum_of_rows", "spread_rows", "mask_rows", *row_orders.TURNS,
+)  # fmt: skip
 
 #: Those that read ids as their second operand.
 _OF_IDS = ("line_up_rows", "put_back_rows")
@@ -98,8 +101,10 @@ class _Counts:
                 what = f"%{name} is an input, an output or an alias"
                 raise self.wrong(None, what, "pack_rows and unpack_rows make one of the other")
         least: dict[_Origins, int] = {}
+        turned = row_orders.by_expert(every, self.is_counted)
         for i in every:
             problem = self.problem(i) or self.origin_problem(i) or self.capacity_problem(i, least)
+            problem = problem or row_orders.problem(i, turned, self.is_counted)
             if problem is not None:
                 raise self.wrong(i, problem)
             if i.op == "fetch" and "each" in i.kwargs:
