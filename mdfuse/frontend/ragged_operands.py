@@ -168,7 +168,7 @@ class _Fitting:
 
     def _on_rows(self) -> Call:
         inputs = self.inputs
-        if len(inputs) < (TABLE[self.op].operands[1] or 0):
+        if len(inputs) < TABLE[self.op].operands[0]:
             inputs = (*inputs, self.ragged[0].rows)
         if self.op == "ungroup_rows":
             cut = self._checked_counts(inputs[1], inputs[2])

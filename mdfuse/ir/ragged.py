@@ -61,6 +61,7 @@ def group(
     x: Tensor,
     ids: Tensor,
     n: Tensor,
+    at: Tensor | None = None,
     *,
     sizes: Sequence[int] | None = None,
     rows: Part | None = None,
@@ -74,6 +75,7 @@ def group(
         x: [t,d], or [t,k,d] where each choice of a token has a row.
         ids: as `count` takes them.
         n: [parts,experts], how many rows to keep.
+        at: the `places` of these rows, for rows that lie one behind the other.
         sizes: see `count`; likewise rows and part.
         bound: how many rows a part has room for; None: as many as its tokens have choices.
         capacity: of a part for an expert; the fetch of the counts refuses more.
@@ -86,6 +88,7 @@ def ungroup(
     y: Tensor,
     ids: Tensor,
     n: Tensor,
+    at: Tensor | None = None,
     *,
     sizes: Sequence[int] | None = None,
     rows: Part | None = None,
@@ -99,6 +102,7 @@ def line_up(
     x: Tensor,
     ids: Tensor,
     n: Tensor,
+    at: Tensor | None = None,
     *,
     sizes: Sequence[int] | None = None,
     rows: Part | None = None,
@@ -108,11 +112,12 @@ def line_up(
 ) -> Tensor:
     """Put the rows of each part one behind the other, by expert: [p,b,d]; see `group`."""
     bound = _bound(ids.shape, n.shape, sizes, rows, part) if bound is None else bound
-    return _put(x, ids, _lined_up(ids, n, bound, sizes, rows, part), (n.shape[0], bound))
+    at = places(ids, n, sizes=sizes, rows=rows, part=part) if at is None else at
+    at = _lined_up(ids, at, (n.shape[0], bound), sizes, rows, part)
+    return _put(x, ids, at, (n.shape[0], bound))
 
 
-def put_back(
-    y: Tensor,
+def places(
     ids: Tensor,
     n: Tensor,
     *,
@@ -120,15 +125,43 @@ def put_back(
     rows: Part | None = None,
     part: Part | None = None,
 ) -> Tensor:
+    """Return where each row lies among those of its part, by expert; -1 if it lies nowhere.
+
+    The result has the shape of ids; see `group`.
+    """
+    parts = (part or (0, 0, n.shape[0]))[2]
+    keys, order = _keys(ids, (n.shape[0], n.shape[1]), parts, sizes, rows, part).sort(stable=True)
+    at = torch.arange(keys.shape[0], device=keys.device)
+    at = at - torch.searchsorted(keys, torch.arange(n.numel() + 1, device=keys.device))[keys]
+    none, starts = n.new_zeros(1), (n.cumsum(1) - n).flatten()
+    is_there = at < torch.cat([n.flatten(), none])[keys]
+    at = torch.where(is_there, at + torch.cat([starts, none])[keys], -1)
+    return torch.empty_like(at).index_copy_(0, order, at).view(ids.shape)
+
+
+def put_back(
+    y: Tensor,
+    ids: Tensor,
+    n: Tensor,
+    at: Tensor | None = None,
+    *,
+    sizes: Sequence[int] | None = None,
+    rows: Part | None = None,
+    part: Part | None = None,
+) -> Tensor:
     """Return the row of each choice of each token, of rows that `line_up` made; see `ungroup`."""
-    return _taken(y, ids, _lined_up(ids, n, y.shape[1], sizes, rows, part))
+    at = places(ids, n, sizes=sizes, rows=rows, part=part) if at is None else at
+    return _taken(y, ids, _lined_up(ids, at, (n.shape[0], y.shape[1]), sizes, rows, part))
 
 
 def _put(x: Tensor, ids: Tensor, at: Tensor, places: Shape) -> Tensor:
     """Put the row of each choice of each token at its place; one behind the last is dropped."""
-    each = x if x.ndim == 3 else x.unsqueeze(1).expand(-1, choices(ids.shape), -1)
-    flat = x.new_zeros((math.prod(places) + 1, x.shape[-1]))
-    return flat.index_copy_(0, at, each.flatten(0, 1))[:-1].view(*places, x.shape[-1])
+    count, rows = ids.shape[0] * choices(ids.shape), x.flatten(0, -2)
+    of = torch.arange(count, device=x.device)
+    if x.ndim == 2:
+        of = of.div(choices(ids.shape), rounding_mode="floor")
+    taken = of.new_full((math.prod(places) + 1,), rows.shape[0]).index_copy_(0, at, of)[:-1]
+    return torch.cat([rows, rows.new_zeros((1, x.shape[-1]))])[taken].view(*places, x.shape[-1])
 
 
 def _taken(y: Tensor, ids: Tensor, at: Tensor) -> Tensor:
@@ -247,18 +280,29 @@ def _places(
 
 def _lined_up(
     ids: Tensor,
-    n: Tensor,
-    bound: int,
+    at: Tensor,
+    size: tuple[int, int],
     sizes: Sequence[int] | None,
     rows: Part | None,
     part: Part | None,
 ) -> Tensor:
-    """Return where each row lies where the rows of a part lie one behind the other, [t*k]."""
-    grouped = _places(ids, n, bound, sizes, rows, part)
-    starts = torch.arange(n.shape[0], device=n.device).unsqueeze(1) * bound + n.cumsum(1) - n
-    starts = torch.cat([starts.flatten(), starts.new_full((1,), n.shape[0] * bound)])
-    size = max(bound, 1)
-    return starts[grouped.div(size, rounding_mode="floor")] + grouped % size
+    """Return where each row lies where the rows of a part lie one behind the other, [t*k].
+
+    Args:
+        ids: see `count`; likewise sizes, rows and part.
+        at: see `places`.
+        size: how many parts there are, and how many rows each has room for.
+    """
+    (parts, bound), k = size, choices(ids.shape)
+    nowhere, at = parts * bound, at.flatten()
+    if parts == 1:
+        return torch.where((at >= 0) & (at < bound), at, nowhere)
+    first, _, tokens = rows or (0, 0, ids.shape[0])
+    each = torch.arange(first, first + ids.shape[0], device=at.device)
+    each = _parts_at(each, tokens, (part or (0, 0, parts))[2], sizes) - (part[0] if part else 0)
+    each = each.repeat_interleave(k)
+    is_there = (at >= 0) & (at < bound) & (each >= 0) & (each < parts)
+    return torch.where(is_there, at + each * bound, nowhere)
 
 
 def _bound(
@@ -309,9 +353,23 @@ def _check_sizes(tokens: int, parts: int, attrs: Attrs) -> None:
         raise ValueError(f"sizes of {len(sizes)} parts, {sum(sizes)} tokens together")
 
 
+def _check_places(shapes: Shapes, ids: Shape) -> None:
+    """Raise ValueError unless places, if they are given, are those of all ids."""
+    for at in shapes[3:]:
+        _alike(*zip(at or (), ids, strict=True))
+
+
+def shape_of_places(shapes: Shapes, attrs: Attrs) -> Shape:
+    """Return the shape of the ids."""
+    ids, n = _given(shapes, (1, 2), (2,))
+    _check_sizes(ids[0], n[0], attrs)
+    return ids
+
+
 def shape_of_group(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return [parts, experts, bound, d]."""
-    x, ids, n = _given(shapes, (2, 3), (1, 2), (2,))
+    x, ids, n = _given(shapes[:3], (2, 3), (1, 2), (2,))
+    _check_places(shapes, ids)
     _alike((x[0], ids[0]), *([(x[1], ids[1])] if len(x) == 3 else []))
     _check_sizes(ids[0], n[0], attrs)
     most = _bound(ids, n, *(attrs.get(name) for name in ("sizes", "rows", "part")))
@@ -329,7 +387,8 @@ def shape_of_line_up(shapes: Shapes, attrs: Attrs) -> Shape:
 
 def shape_of_put_back(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return [t, k, d]."""
-    y, ids, n = _given(shapes, (3,), (1, 2), (2,))
+    y, ids, n = _given(shapes[:3], (3,), (1, 2), (2,))
+    _check_places(shapes, ids)
     _alike((y[0], n[0]))
     _check_sizes(ids[0], n[0], attrs)
     return (ids[0], choices(ids), y[2])
@@ -337,7 +396,8 @@ def shape_of_put_back(shapes: Shapes, attrs: Attrs) -> Shape:
 
 def shape_of_ungroup(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return [t, k, d]."""
-    y, ids, n = _given(shapes, (4,), (1, 2), (2,))
+    y, ids, n = _given(shapes[:3], (4,), (1, 2), (2,))
+    _check_places(shapes, ids)
     _alike(*zip(y[:2], n, strict=True))
     _check_sizes(ids[0], n[0], attrs)
     return (ids[0], choices(ids), y[3])
@@ -396,7 +456,9 @@ def shape_of_mask(shapes: Shapes, attrs: Attrs) -> Shape:
 
 def local_groups(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     """Add the tokens and the parts that this rank has."""
-    ids, counts = (part[0], part.out) if len(part.operands) == 1 else (part[1], part[2])
+    parts = (*part.operands, part.out)
+    ids, counts = parts[:2] if len(parts) < 4 else parts[1:3]
+    assert ids is not None and counts is not None
     if ids.has_all(0) and counts.has_all(0):
         return attrs
     return {**attrs, "rows": ids.ends(0), "part": counts.ends(0)}
@@ -412,6 +474,6 @@ def whole_rows(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     """State the room of all rows of a part, where it is not for as many as there may be."""
     if not attrs:
         return attrs
-    bound, (_, ids, n) = part.out.shape[-2], (x.shape for x in part.operands if x is not None)
+    bound, (_, ids, n) = part.out.shape[-2], (x.shape for x in part.operands[:3] if x is not None)
     others = {name: value for name, value in attrs.items() if name != "bound"}
     return others if bound == _bound(ids, n, attrs.get("sizes")) else {**others, "bound": bound}

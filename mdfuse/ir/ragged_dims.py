@@ -108,20 +108,50 @@ def of_count(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
     )
 
 
+def of_places(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
+    """Label `ids[t,k], n[p,e]`: each rank looks at its tokens."""
+    ids, n = (s for s in shapes if s is not None)
+    chunks = _in_chunks(
+        ids[0],
+        n[0],
+        attrs,
+        operands=(_of_ids(ids, _R), (None, None)),
+        results=(_of_ids(ids, _R),),
+        terms=(1,),
+    )
+    return DimMap(
+        operands=(_of_ids(ids), (_P, None)),
+        results=(_of_ids(ids),),
+        fits=_fitting(ids[0], n[0], attrs),
+        in_chunks=chunks,
+        terms=chunks.terms,
+    )
+
+
 def of_group(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
     """Label `x[t,d], ids[t,k], n[p,e]`: each rank groups the rows of its tokens."""
-    x, ids, n = (s for s in shapes if s is not None)
+    x, ids, n, *at = (s for s in shapes if s is not None)
     chunks = _in_chunks(
         ids[0],
         n[0],
         attrs,
         _room(result[2], ids),
-        operands=((_R, None, None)[: len(x)], _of_ids(ids, _R), (None, None)),
+        operands=(
+            (_R, None, None)[: len(x)],
+            _of_ids(ids, _R),
+            (None, None),
+            *(_of_ids(i, _R) for i in at),
+        ),
         results=((None, None, _R, None),),
         terms=(2,),
     )
     return DimMap(
-        operands=((_P, None, _D) if len(x) == 3 else (_P, _D), _of_ids(ids), (_P, None)),
+        operands=(
+            (_P, None, _D) if len(x) == 3 else (_P, _D),
+            _of_ids(ids),
+            (_P, None),
+            *map(_of_ids, at),
+        ),
         results=((_P, None, None, _D),),
         fits=_fitting(ids[0], result[0], attrs),
         in_chunks=chunks,
@@ -131,18 +161,23 @@ def of_group(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
 
 def of_ungroup(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
     """Label `y[p,e,b,d], ids[t,k], n[p,e]`."""
-    y, ids, n = (s for s in shapes if s is not None)
+    y, ids, n, *at = (s for s in shapes if s is not None)
     chunks = _in_chunks(
         ids[0],
         n[0],
         attrs,
         _room(y[2], ids),
-        operands=((None, None, _R, None), _of_ids(ids, _R), (None, None)),
+        operands=(
+            (None, None, _R, None),
+            _of_ids(ids, _R),
+            (None, None),
+            *(_of_ids(i, _R) for i in at),
+        ),
         results=((_R, None, None),),
         terms=(2,),
     )
     return DimMap(
-        operands=((_P, None, None, _D), _of_ids(ids), (_P, None)),
+        operands=((_P, None, None, _D), _of_ids(ids), (_P, None), *map(_of_ids, at)),
         results=((_P, None, _D),),
         fits=_fitting(ids[0], y[0], attrs),
         in_chunks=chunks,

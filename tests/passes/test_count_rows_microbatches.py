@@ -71,7 +71,7 @@ def test_microbatches_of_any_number_of_rows(seed: int) -> None:
 def test_each_microbatch_has_room_for_the_largest() -> None:
     text = str(in_microbatches(2, 10))
     assert "most=6)" in text
-    assert "line_up_rows(%x.i, %ids.i, %n.i, bound=12)" in text
+    assert "line_up_rows(%x.i, %ids.i, %n.i, %ids.places.i, bound=12)" in text
     verify(parse(text))
     for broken in ("bound=8", "bound=10", "bound=14"):
         with pytest.raises(ProgramError):

@@ -5,7 +5,7 @@
 ->
     %n.all: i64[4,8] (ep=R) = ...                 # once: ranks that exchange rows know their counts
     %n.counted = fetch(%n.all, most=64)
-    %s.lined: f32[1,64,16] of [4,64,16] (ep=S0) = line_up_rows(%x, %ids, %n)
+    %s.lined: f32[1,64,16] of [4,64,16] (ep=S0) = line_up_rows(%x, %ids, %n, %ids.places)
     %s: f32[<=64:%n.counted,16] = pack_rows(%s.lined, %n.counted)
     %r: f32[<=256:%n.counted,16] = alloc(%n.counted)
     %c0 = post alltoall(%s) -> %r ... counts=%n.counted
@@ -191,7 +191,7 @@ def _turn(out: Emitter, expr: Expr, op: str, operand: str, name: str) -> str:
     assert kind.counts is not None
     held = _held(out, kind.counts.removesuffix(counted("")))
     (known, shape), of = (out.types[held].placed, out.types[held].shape), dict(kind.placed.splits)
-    order = {d: of[d] for d in (0, 1) if d in of}
+    order: dict[int, tuple[str, ...]] = {d: of[d] for d in (0, 1) if d in of}
     splits = {a: Shard(d) for d, axes in order.items() for a in axes}
     layout, n = Layout(known.mesh, splits, order, known.stream), held
     if layout != known:

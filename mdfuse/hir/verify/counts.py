@@ -13,7 +13,7 @@ say how many rows there are, and nothing else: no extent, index, loop, branch, p
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -89,7 +89,7 @@ class _Counts:
     makers: _Uses
     readers: _Uses
 
-    def check(self, every: Iterable[Instruction]) -> None:
+    def check(self, every: Sequence[Instruction]) -> None:
         program = self.program
         for name, kind in program.types.items():
             problem = self.kind_problem(kind) if kind.counts is not None else None
@@ -229,7 +229,17 @@ class _Counts:
                 if maker.fn == "counts" and of != i.kwargs.get("sizes"):
                     stated = "as torch.chunk cuts them" if of is None else f"of {[*of]} tokens"
                     return f"{i.fn} cuts tokens otherwise than %{name}, whose parts are {stated}"
-        return None
+        return self.places_problem(i) if len(i.reads) > 3 else None
+
+    def places_problem(self, i: Instruction) -> str | None:
+        """Return why places are not those of the rows that an instruction puts there."""
+        ids, n, at = i.reads[1:]
+        makers = [j for name, _, _ in self.origins(at) for j in self.makers.get(name, ())]
+        of = [tuple(map(self.origins, j.reads)) for j in makers if j.fn == "row_places"]
+        if len(of) != len(makers) or of != [(self.origins(ids), self.origins(n))]:
+            return f"%{at} are not the row_places of %{ids} by %{n}"
+        is_cut = makers[0].kwargs.get("sizes") == i.kwargs.get("sizes")
+        return None if is_cut else f"%{at} are places in other parts"
 
     def taking_problem(self, i: Instruction, rows: list[str], is_given: bool) -> str | None:
         if bool(rows) == is_given:
@@ -321,7 +331,8 @@ class _Counts:
         for j in (i, *makers, *readers):
             # Ids may have the shape of counts, which are behind them; units are walked, too.
             is_call = j.fn and j.op != "launch"
-            for x in j.reads[2 if j.fn in _OF_IDS else 0 :] if is_call else ():
+            which = slice(2, 3) if j.fn in _OF_IDS else slice(None)
+            for x in j.reads[which] if is_call else ():
                 kind = self.program.types.get(x)
                 if kind is not None and kind.shape == shape and not kind.dtype.is_floating_point:
                     yield x

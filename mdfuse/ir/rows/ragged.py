@@ -26,15 +26,17 @@ row(
     attrs=(attr("experts", "count", True), attr("parts", "count", True), *_HERE),
     **_GROUPS,
 )
-row("group_rows", ragged.group, ragged_dims.of_group, ragged.shape_of_group, DENSE, operands=(3, 3),
+row("group_rows", ragged.group, ragged_dims.of_group, ragged.shape_of_group, DENSE, operands=(3, 4),
     **_ROWS)  # fmt: skip
 row("ungroup_rows", ragged.ungroup, ragged_dims.of_ungroup, ragged.shape_of_ungroup, DENSE,
-    operands=(3, 3), partial="scale", attrs=_HERE, **_GROUPS)  # fmt: skip
+    operands=(3, 4), partial="scale", attrs=_HERE, **_GROUPS)  # fmt: skip
 row("line_up_rows", ragged.line_up, ragged_dims.of_line_up, ragged.shape_of_line_up, DENSE,
-    operands=(3, 3), **_ROWS)  # fmt: skip
+    operands=(3, 4), **_ROWS)  # fmt: skip
 row("put_back_rows", ragged.put_back, ragged_dims.of_put_back, ragged.shape_of_put_back, DENSE,
-    operands=(3, 3), partial="scale", attrs=_HERE, **_GROUPS)  # fmt: skip
+    operands=(3, 4), partial="scale", attrs=_HERE, **_GROUPS)  # fmt: skip
 _ORDER = attr("by_expert", "bool")
+row("row_places", ragged.places, ragged_dims.of_places, ragged.shape_of_places, DENSE,
+    operands=(2, 2), attrs=_HERE, **_GROUPS)  # fmt: skip
 _PRODUCT: dict[str, Any] = {
     "operands": (3, 3), "is_library": True, "is_single": False, "attrs": (_ORDER,),
 }  # fmt: skip
