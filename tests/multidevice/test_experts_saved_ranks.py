@@ -1,7 +1,8 @@
-"""States of experts, saved on one mesh and read on the next, on real ranks."""
+"""States of experts, saved on one mesh and read on the next, and experts split inside, on ranks."""
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers.integrations.moe  # noqa: F401  # defines the operation of `grouped`
+from helpers.expert_models import ids, inside_experts, module_of
 from torch import Tensor, nn
 
 import mdfuse as mf
@@ -97,3 +99,31 @@ def by_loop(module: Routed, ids: Tensor) -> Tensor:
         share = (weights * (of == e)).sum(-1, keepdim=True)
         y = y + share * (F.silu(x @ module.up[e]) @ module.down[e])
     return y
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize(("name", "counts"), [("Qwen3-MoE", "host"), ("Llama 4", "device")])
+def test_experts_that_tp_splits_inside(comm: mf.Communicator, name: str, counts: Any) -> None:
+    """Two steps on ep=2 x tp=2 beside the module in f64, by a loop over its experts."""
+    mesh, given = DeviceMesh.arange(ep=2, tp=2), ids()
+    module: Any = module_of(name)
+    kwargs = {"input_ids": given, "use_cache": False}
+    layouts = {**inside_experts(name), "input:*": {"ep": Shard(0)}}
+    model = mf.from_torch(module, (), kwargs, mesh=mesh, layouts=layouts)
+    sgd = partial(mf.optim.sgd, lr=1.0)
+    step = model.training_step(lambda y: (y * y).mean(), optimizer=sgd)
+    running = step.start(model.load(comm=comm), options=mf.Options(counts=counts))
+    exact = copy.deepcopy(module).double()
+    exact.set_experts_implementation("eager")
+    plain = torch.optim.SGD(exact.parameters(), lr=1.0)
+    for _ in range(2):
+        running(*running.shard(given))
+        plain.zero_grad()
+        logits = exact(**kwargs).logits
+        (logits * logits).mean().backward()
+        plain.step()
+    for key, w in exact.named_parameters():
+        part = running.state[key]
+        assert part is not None
+        want = mf.shard_tensor(w.detach(), model.fusion.layout(key), rank=comm.rank)
+        torch.testing.assert_close(part.cpu().double(), want, rtol=1e-3, atol=1e-4)
