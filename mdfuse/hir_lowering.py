@@ -45,6 +45,7 @@ from mdfuse.passes import (
     insert_reshards,
     meshes,
     microbatches,
+    place_rows,
     propagate_layouts,
     read_documents,
     reduce_scatter_creation,
@@ -165,6 +166,8 @@ def passes(
             # Needs all sets, which rows must be able to take, their streams, and no unread values.
             if not options.same_bits:  # what leaves exchange no run decides
                 steps.append((count_rows.name, partial(count_rows.run, on=options.counts)))
+                # Needs to know which rows are counted.
+                steps.append((place_rows.name, place_rows.run))
             # Needs to know which sets move counted rows; later passes keep the order.
             steps.append((fill_ways.name, fill_ways.run))
         if name == spread_streams.name and batch is None and options.logits_bytes:

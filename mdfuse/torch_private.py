@@ -285,7 +285,7 @@ def has_grouped_kernel(rows: Sequence[Tensor], matrices: Sequence[Tensor] = ()) 
     It does so in bf16, where rows of memory begin at whole 16 bytes; else it loops on the host.
 
     Args:
-        rows: operands that may be copied first, so that their strides do not count.
+        rows: operands that are in new memory, or come from `aligned_rows`: strides do not count.
         matrices: operands that are passed with their strides.
     """
     return (
@@ -296,11 +296,9 @@ def has_grouped_kernel(rows: Sequence[Tensor], matrices: Sequence[Tensor] = ()) 
 
 
 def aligned_rows(x: Tensor) -> Tensor:
-    """Return rows where `grouped_mm` may read them: a copy, if they lie otherwise."""
+    """Return rows [t,k] as `grouped_mm` takes them: in new memory where theirs is otherwise."""
     return (
-        x
-        if x.is_contiguous() and x.data_ptr() % 16 == 0
-        else x.clone(memory_format=torch.contiguous_format)
+        x if _is_aligned(x) and x.stride(1) == 1 else x.clone(memory_format=torch.contiguous_format)
     )
 
 

@@ -110,8 +110,8 @@ class _Fitting:
     def call(self) -> Call:
         op = self.op
         if op == "group_rows":
-            self._check_counts(self.inputs[1], self.inputs[2])
-            return op, self.inputs, self.attrs
+            cut = self._checked_counts(self.inputs[1], self.inputs[2])
+            return op, self.inputs, {**self.attrs, **cut}
         if not self.ragged:
             raise self._refused("it takes rows that `group_rows` grouped")
         self._check_alike()
@@ -139,13 +139,18 @@ class _Fitting:
             if x.rows != first.rows or not all(map(are_same, x.shape[:3], first.shape[:3])):
                 raise self._refused(f"%{x.name} and %{first.name} have rows of their own each")
 
-    def _check_counts(self, ids: Operand, n: Operand) -> None:
-        """Raise DefinitionError unless n counts rows by these ids."""
+    def _checked_counts(self, ids: Operand, n: Operand) -> Mapping[str, Any]:
+        """Return how n cuts tokens into parts.
+
+        Raises:
+            DefinitionError: n counts no rows by these ids.
+        """
         of = self._producer(n)
         while of is not None and of.op in ("clamp", "set"):
             of = self._producer(of.inputs[0])
         if of is None or of.op != "counts" or of.inputs[0] != ids:
             raise self._refused(f"%{n} are not the counts of %{ids}")
+        return {k: x for k, x in of.attrs if k == "sizes"}
 
     def _producer(self, name: Operand) -> Any:
         return next((e for e in reversed(self.recorder.exprs) if name in e.outputs), None)
@@ -163,10 +168,11 @@ class _Fitting:
 
     def _on_rows(self) -> Call:
         inputs = self.inputs
-        if len(inputs) < (TABLE[self.op].operands[1] or 0):
+        if len(inputs) < TABLE[self.op].operands[0]:
             inputs = (*inputs, self.ragged[0].rows)
         if self.op == "ungroup_rows":
-            self._check_counts(inputs[1], inputs[2])
+            cut = self._checked_counts(inputs[1], inputs[2])
+            return self.op, inputs, {**self.attrs, **cut}
         return self.op, inputs, self.attrs
 
     def _product(self) -> Call:

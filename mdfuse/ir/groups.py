@@ -16,6 +16,7 @@ from torch import Tensor
 from mdfuse import torch_private
 from mdfuse.ir.dims import DimMap, Shape, Shapes
 from mdfuse.ir.local_attributes import ExprPart
+from mdfuse.torch_private import aligned_rows
 
 Attrs = Mapping[str, Any]
 Part = tuple[int, int, int]
@@ -45,8 +46,10 @@ def multiply(
         has_zeros: False: rows behind the last group count for nothing.
     """
     if weight.numel() and x.numel() and torch_private.has_grouped_kernel([x], [weight]):
-        spans = _spans(x, weight.shape[0], ends, rows, part)
-        return _by_kernel(x, weight, *spans, _begins_later(part), has_zeros)
+        if rows is None and part is None:  # groups begin with the first row
+            products = torch_private.grouped_mm(aligned_rows(x), weight, ends.int())
+            return _zeroed(products, ends[-1]) if has_zeros else products
+        return _by_kernel(x, weight, *_spans(x, weight.shape[0], ends, rows, part))
     result = x.new_zeros((x.shape[0], weight.shape[2]))
     for i, (a, b, mask) in enumerate(_groups(x, weight.shape[0], ends, rows, part)):
         if mask is None:
@@ -68,12 +71,11 @@ def multiply_grad(
     """Return the gradient of the weight [e,k,n]: for each group the product of its rows."""
     count = shape[0] if part is None else part[1] - part[0]
     if count and x.numel() and ct.numel() and torch_private.has_grouped_kernel([x, ct]):
+        if rows is None and part is None:
+            return torch_private.grouped_mm(aligned_rows(x).T, aligned_rows(ct), ends.int())
         starts, own_ends = _spans(x, count, ends, rows, part)
-        if _begins_later(part):
-            places = _from(starts[0], x.shape[0])
-            x, ct, own_ends = x[places], ct[places], own_ends - starts[0]
-        left, right = map(torch_private.aligned_rows, (x, ct))
-        return torch_private.grouped_mm(left.T, right, own_ends.int())
+        places = _from(starts[0], x.shape[0])
+        return torch_private.grouped_mm(x[places].T, ct[places], (own_ends - starts[0]).int())
     result = x.new_zeros((count, x.shape[1], ct.shape[1]))
     for i, (a, b, mask) in enumerate(_groups(x, count, ends, rows, part)):
         left, right = (t[a:b] if mask is None else torch.where(mask, t, 0) for t in (x, ct))
@@ -81,27 +83,21 @@ def multiply_grad(
     return result
 
 
-def _begins_later(part: Part | None) -> bool:
-    """Return whether the first group here may begin behind the first row here."""
-    return part is not None and part[0] > 0
-
-
-def _by_kernel(
-    x: Tensor, weight: Tensor, starts: Tensor, ends: Tensor, is_later: bool, has_zeros: bool
-) -> Tensor:
+def _by_kernel(x: Tensor, weight: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
     """Multiply by torch's kernel, which takes groups that begin with the first row.
 
-    It does not write rows behind the last group.
+    What it leaves behind the last one is not written.
     """
-    t = x.shape[0]
-    if is_later:
-        places = _from(starts[0], t)
-        x, ends = x[places], ends - starts[0]
-    products = torch_private.grouped_mm(torch_private.aligned_rows(x), weight, ends.int())
-    if has_zeros:
-        is_written = torch.arange(t, device=x.device) < ends[-1]
-        products = torch.where(is_written.unsqueeze(1), products, 0)
-    return torch.empty_like(products).index_copy_(0, places, products) if is_later else products
+    places = _from(starts[0], x.shape[0])
+    ends = ends - starts[0]
+    products = _zeroed(torch_private.grouped_mm(x[places], weight, ends.int()), ends[-1])
+    return torch.empty_like(products).index_copy_(0, places, products)
+
+
+def _zeroed(products: Tensor, end: Tensor) -> Tensor:
+    """Return products with zeros in the rows behind the last group."""
+    is_written = torch.arange(products.shape[0], device=products.device) < end
+    return torch.where(is_written.unsqueeze(1), products, 0)
 
 
 def _from(start: Tensor, t: int) -> Tensor:

@@ -1,12 +1,14 @@
 """The rows of a ragged value that are there, one after the other: part by part, by expert in each.
 
 A rank stores these rows, [rows,d], beside how many there are of each part and expert, n[p,e]. Rows
-behind them, of a buffer for as many as there may be, count for nothing.
+behind them, of a buffer for as many as there may be, count for nothing. Where experts compute, rows
+lie expert by expert, by part in each: they come from there, and go back, once for all products.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -86,34 +88,81 @@ def _take(out: Tensor, x: Tensor, at: Tensor, is_there: Tensor) -> None:
     torch.where(is_there, rows, rows.new_zeros(()), out=out)
 
 
-def multiply(x: Tensor, weight: Tensor, n: Tensor) -> Tensor:
+def to_experts(x: Tensor, n: Tensor) -> Tensor:
+    """Return rows that lie part by part, expert by expert."""
+    if not _is_turned(x, n):
+        return x
+    if groups.may_look(x):
+        return _swapped(x, n)
+    return x[_by_expert(x, n.T)]  # reading rows takes half the time of writing them in order
+
+
+def to_parts(x: Tensor, n: Tensor) -> Tensor:
+    """Return rows that lie expert by expert, part by part."""
+    if not _is_turned(x, n):
+        return x
+    if groups.may_look(x):
+        return _swapped(x, n.T)
+    return x[_by_expert(x, n)]
+
+
+def _is_turned(x: Tensor, n: Tensor) -> bool:
+    """Return whether rows may lie otherwise by expert than by part."""
+    return min(n.shape) > 1 and x.numel() > 0 and not x.is_meta
+
+
+def _swapped(x: Tensor, n: Tensor) -> Tensor:
+    """Put rows that lie by the first dim of the counts in the order of the second one."""
+    (first, second), sizes = n.shape, [*chain.from_iterable(n.tolist())]
+    behind = x.shape[0] - sum(sizes)
+    if behind < 0:  # over a capacity: such a run is refused
+        return x
+    pieces = x.split([*sizes, behind])
+    return torch.cat(
+        [pieces[i * second + j] for j in range(second) for i in range(first)] + [pieces[-1]]
+    )
+
+
+def _by_expert(x: Tensor, n: Tensor) -> Tensor:
+    """Return where each of the rows lies by expert; those that count for nothing stay."""
+    by_part, turned = n.flatten(), n.T.flatten()
+    ends = by_part.cumsum(0)
+    there = (turned.cumsum(0) - turned).view(n.shape[1], n.shape[0]).T.flatten()
+    shifts = torch.cat([there - ends + by_part, ends.new_zeros(1)])
+    at = torch.arange(x.shape[0], device=x.device)
+    at = at + shifts[torch.searchsorted(ends, at, right=True)]
+    return at.clamp(max=x.shape[0] - 1)  # over a capacity: such a run is refused
+
+
+def multiply(x: Tensor, weight: Tensor, n: Tensor, by_expert: bool) -> Tensor:
     """Multiply each row [rows,k] with the matrix of its expert, of [e,k,n]."""
-    order = _by_expert(x, n)
-    given = x if order is None else x[order]
-    products = groups.multiply(given, weight, _ends(n), has_zeros=False)
-    if order is None:
-        return products
-    return torch.empty_like(products).index_copy_(0, order, products)
+    if by_expert:
+        return groups.multiply(x, weight, _ends(n), has_zeros=False)
+    products = groups.multiply(to_experts(x, n), weight, _ends(n), has_zeros=False)
+    return to_parts(products, n)
 
 
-def multiply_grad(x: Tensor, ct: Tensor, n: Tensor) -> Tensor:
+def multiply_grad(x: Tensor, ct: Tensor, n: Tensor, by_expert: bool) -> Tensor:
     """Return the gradient of the matrices [e,k,n]: of each expert the product of its rows."""
-    order = _by_expert(x, n)
-    if order is not None:
-        x, ct = x[order], ct[order]
+    if not by_expert:
+        x, ct = to_experts(x, n), to_experts(ct, n)
     shape = (n.shape[1], x.shape[1], ct.shape[1])
     return groups.multiply_grad(x, ct, _ends(n), shape=shape)
 
 
-def total(x: Tensor, n: Tensor) -> Tensor:
+def total(x: Tensor, n: Tensor, by_expert: bool) -> Tensor:
     """Sum the rows of each part and expert: [rows,d] -> [p,e,d]."""
+    if by_expert:
+        return total(x, n.T, False).transpose(0, 1)
     wide = x.float() if x.element_size() < 4 else x
     sums = wide.new_zeros((n.numel() + 1, x.shape[1])).index_add_(0, _groups(x, n), wide)
     return sums[:-1].to(x.dtype).view(*n.shape, x.shape[1])
 
 
-def spread(rows: Tensor, x: Tensor, n: Tensor) -> Tensor:
+def spread(rows: Tensor, x: Tensor, n: Tensor, by_expert: bool) -> Tensor:
     """Repeat a row per part and expert, [p,e,d], for each row of x; see `ragged.spread`."""
+    if by_expert:
+        return spread(rows.transpose(0, 1), x, n.T, False)
     each = rows.expand(*n.shape, max(x.shape[1], rows.shape[2])).flatten(0, 1)
     return torch.cat([each, each.new_zeros((1, each.shape[1]))])[_groups(x, n)]
 
@@ -128,11 +177,3 @@ def _groups(x: Tensor, n: Tensor) -> Tensor:
 def _ends(n: Tensor) -> Tensor:
     """Return behind which row each expert ends, where its rows of all parts lie together."""
     return n.sum(0).cumsum(0)
-
-
-def _by_expert(x: Tensor, n: Tensor) -> Tensor | None:
-    """Return the rows expert by expert; None where they lie so already."""
-    if min(n.shape) < 2:
-        return None
-    groups, experts = _groups(x, n), n.shape[1]
-    return torch.where(groups < n.numel(), groups % experts, experts).argsort(stable=True)

@@ -1,8 +1,9 @@
 """Rows grouped by part of the tokens and by expert, of which a run counts how many are there.
 
 A ragged value is a tensor [parts, experts, bound, d] beside its counts, [parts, experts]: behind
-the rows that are counted there are zeros. Tokens are cut into parts as `torch.chunk` cuts them, so
-that an axis that splits tokens splits parts. A token has k experts: it is k rows.
+the rows that are counted there are zeros. Tokens are cut into parts as `torch.chunk` cuts them, or
+as many as `sizes` says to each, so that axes that split tokens split parts. A token has k experts:
+it is k rows.
 
 Calls take such a tensor, or the rows that are there alone: see `mdfuse.ir.packed_rows`.
 """
@@ -10,14 +11,15 @@ Calls take such a tensor, or the rows that are there alone: see `mdfuse.ir.packe
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mdfuse.extents.extent import are_same
-from mdfuse.ir import groups, packed_rows
+from mdfuse.ir import packed_rows
 from mdfuse.ir.dims import Shape, Shapes
 from mdfuse.ir.local_attributes import ExprPart
 from mdfuse.ir.ragged_dims import choices
@@ -30,7 +32,13 @@ Part = tuple[int, int, int]
 
 
 def count(
-    ids: Tensor, *, experts: int, parts: int, rows: Part | None = None, part: Part | None = None
+    ids: Tensor,
+    *,
+    experts: int,
+    parts: int,
+    sizes: Sequence[int] | None = None,
+    rows: Part | None = None,
+    part: Part | None = None,
 ) -> Tensor:
     """Count how many rows of each part go to each expert.
 
@@ -38,21 +46,24 @@ def count(
         ids: [t] or [t,k], the experts of each token; others than 0 to experts - 1 are none.
         experts: how many there are.
         parts: into which tokens are cut.
+        sizes: how many tokens each part has; None: as `torch.chunk` cuts them.
         rows: (first, behind the last, all) of the tokens here; None: all.
         part: the same of the parts.
     """
-    sizes = _size_here(parts, part), experts
-    keys = _keys(ids, sizes, parts, rows, part)
+    groups = _size_here(parts, part), experts
+    keys = _keys(ids, groups, parts, sizes, rows, part)
     ones = torch.ones_like(keys)
-    zeros = ones.new_zeros(sizes[0] * sizes[1] + 1)
-    return zeros.index_add_(0, keys, ones)[:-1].view(sizes)
+    zeros = ones.new_zeros(groups[0] * groups[1] + 1)
+    return zeros.index_add_(0, keys, ones)[:-1].view(groups)
 
 
 def group(
     x: Tensor,
     ids: Tensor,
     n: Tensor,
+    at: Tensor | None = None,
     *,
+    sizes: Sequence[int] | None = None,
     rows: Part | None = None,
     part: Part | None = None,
     bound: int | None = None,
@@ -64,64 +75,93 @@ def group(
         x: [t,d], or [t,k,d] where each choice of a token has a row.
         ids: as `count` takes them.
         n: [parts,experts], how many rows to keep.
-        rows: see `count`; likewise part.
+        at: the `places` of these rows, for rows that lie one behind the other.
+        sizes: see `count`; likewise rows and part.
         bound: how many rows a part has room for; None: as many as its tokens have choices.
         capacity: of a part for an expert; the fetch of the counts refuses more.
     """
-    bound = _bound(ids.shape, n.shape, rows, part) if bound is None else bound
-    return _put(x, ids, _places(ids, n, bound, rows, part), (*n.shape, bound))
+    bound = _bound(ids.shape, n.shape, sizes, rows, part) if bound is None else bound
+    return _put(x, ids, _places(ids, n, bound, sizes, rows, part), (*n.shape, bound))
 
 
 def ungroup(
-    y: Tensor, ids: Tensor, n: Tensor, *, rows: Part | None = None, part: Part | None = None
+    y: Tensor,
+    ids: Tensor,
+    n: Tensor,
+    at: Tensor | None = None,
+    *,
+    sizes: Sequence[int] | None = None,
+    rows: Part | None = None,
+    part: Part | None = None,
 ) -> Tensor:
     """Return the row of each choice of each token, [t,k,d]; zeros for those that are not there."""
-    return _taken(y, ids, _places(ids, n, y.shape[2], rows, part))
+    return _taken(y, ids, _places(ids, n, y.shape[2], sizes, rows, part))
 
 
 def line_up(
     x: Tensor,
     ids: Tensor,
     n: Tensor,
+    at: Tensor | None = None,
     *,
+    sizes: Sequence[int] | None = None,
     rows: Part | None = None,
     part: Part | None = None,
     bound: int | None = None,
     capacity: int | None = None,
 ) -> Tensor:
     """Put the rows of each part one behind the other, by expert: [p,b,d]; see `group`."""
-    bound = _bound(ids.shape, n.shape, rows, part) if bound is None else bound
-    return _put(x, ids, _lined_up(ids, n, bound, rows, part), (n.shape[0], bound))
+    bound = _bound(ids.shape, n.shape, sizes, rows, part) if bound is None else bound
+    at = places(ids, n, sizes=sizes, rows=rows, part=part) if at is None else at
+    at = _lined_up(ids, at, (n.shape[0], bound), sizes, rows, part)
+    return _put(x, ids, at, (n.shape[0], bound))
+
+
+def places(
+    ids: Tensor,
+    n: Tensor,
+    *,
+    sizes: Sequence[int] | None = None,
+    rows: Part | None = None,
+    part: Part | None = None,
+) -> Tensor:
+    """Return where each row lies among those of its part, by expert; -1 if it lies nowhere.
+
+    The result has the shape of ids; see `group`.
+    """
+    parts = (part or (0, 0, n.shape[0]))[2]
+    keys, order = _keys(ids, (n.shape[0], n.shape[1]), parts, sizes, rows, part).sort(stable=True)
+    at = torch.arange(keys.shape[0], device=keys.device)
+    at = at - torch.searchsorted(keys, torch.arange(n.numel() + 1, device=keys.device))[keys]
+    none, starts = n.new_zeros(1), (n.cumsum(1) - n).flatten()
+    is_there = at < torch.cat([n.flatten(), none])[keys]
+    at = torch.where(is_there, at + torch.cat([starts, none])[keys], -1)
+    return torch.empty_like(at).index_copy_(0, order, at).view(ids.shape)
 
 
 def put_back(
-    y: Tensor, ids: Tensor, n: Tensor, *, rows: Part | None = None, part: Part | None = None
+    y: Tensor,
+    ids: Tensor,
+    n: Tensor,
+    at: Tensor | None = None,
+    *,
+    sizes: Sequence[int] | None = None,
+    rows: Part | None = None,
+    part: Part | None = None,
 ) -> Tensor:
     """Return the row of each choice of each token, of rows that `line_up` made; see `ungroup`."""
-    return _taken(y, ids, _lined_up(ids, n, y.shape[1], rows, part))
+    at = places(ids, n, sizes=sizes, rows=rows, part=part) if at is None else at
+    return _taken(y, ids, _lined_up(ids, at, (n.shape[0], y.shape[1]), sizes, rows, part))
 
 
 def _put(x: Tensor, ids: Tensor, at: Tensor, places: Shape) -> Tensor:
     """Put the row of each choice of each token at its place; one behind the last is dropped."""
-    size = math.prod(places)
-    if not groups.may_look(x):  # reading rows one after the other takes half the time
-        return _taken_to(x, choices(ids.shape), at, size).view(*places, x.shape[-1])
-    each = x if x.ndim == 3 else x.unsqueeze(1).expand(-1, choices(ids.shape), -1)
-    flat = x.new_zeros((size + 1, x.shape[-1]))
-    return flat.index_copy_(0, at, each.flatten(0, 1))[:-1].view(*places, x.shape[-1])
-
-
-def _taken_to(x: Tensor, times: int, at: Tensor, size: int) -> Tensor:
-    """Return so many places, each with the row that is put there, or zeros."""
-    count = at.shape[0]
-    sources = at.new_full((size + 1,), count).index_copy_(0, at, _arange(count, at))[:-1]
+    count, rows = ids.shape[0] * choices(ids.shape), x.flatten(0, -2)
+    of = torch.arange(count, device=x.device)
     if x.ndim == 2:
-        sources = sources.div(max(times, 1), rounding_mode="floor")
-    return torch.cat([x.flatten(0, -2), x.new_zeros((1, x.shape[-1]))])[sources]
-
-
-def _arange(count: int, like: Tensor) -> Tensor:
-    return torch.arange(count, dtype=like.dtype, device=like.device)
+        of = of.div(choices(ids.shape), rounding_mode="floor")
+    taken = of.new_full((math.prod(places) + 1,), rows.shape[0]).index_copy_(0, at, of)[:-1]
+    return torch.cat([rows, rows.new_zeros((1, x.shape[-1]))])[taken].view(*places, x.shape[-1])
 
 
 def _taken(y: Tensor, ids: Tensor, at: Tensor) -> Tensor:
@@ -130,31 +170,48 @@ def _taken(y: Tensor, ids: Tensor, at: Tensor) -> Tensor:
     return flat[at].view(ids.shape[0], choices(ids.shape), y.shape[-1])
 
 
-def multiply(x: Tensor, weight: Tensor, n: Tensor) -> Tensor:
-    """Multiply the rows of each expert, [p,e,b,k], with its matrix, of [e,k,n]."""
-    return packed_rows.multiply(x, weight, n) if x.ndim == 2 else torch.matmul(x, weight)
+def to_experts(x: Tensor, n: Tensor) -> Tensor:
+    """Put rows that lie part by part in the order of their experts; others have places of both."""
+    return packed_rows.to_experts(x, n) if x.ndim == 2 else x
 
 
-def multiply_grad(x: Tensor, ct: Tensor, n: Tensor) -> Tensor:
+def to_parts(x: Tensor, n: Tensor) -> Tensor:
+    """Put rows that lie expert by expert in the order of their parts; see `to_experts`."""
+    return packed_rows.to_parts(x, n) if x.ndim == 2 else x
+
+
+def multiply(x: Tensor, weight: Tensor, n: Tensor, *, by_expert: bool = False) -> Tensor:
+    """Multiply the rows of each expert, [p,e,b,k], with its matrix, of [e,k,n].
+
+    Args:
+        x: the rows, dense or those that are there.
+        weight: the matrices.
+        n: how many rows are there.
+        by_expert: those that are there lie expert by expert; else part by part.
+    """
+    return packed_rows.multiply(x, weight, n, by_expert) if x.ndim == 2 else torch.matmul(x, weight)
+
+
+def multiply_grad(x: Tensor, ct: Tensor, n: Tensor, *, by_expert: bool = False) -> Tensor:
     """Return the gradient of the matrices [e,k,n]: of each expert the product of its rows."""
     if x.ndim == 2:
-        return packed_rows.multiply_grad(x, ct, n)
+        return packed_rows.multiply_grad(x, ct, n, by_expert)
     left, right = (t.transpose(0, 1).flatten(1, 2) for t in (x, ct))
     return torch.bmm(left.transpose(1, 2), right)
 
 
-def total(x: Tensor, n: Tensor) -> Tensor:
-    """Sum the rows of each part and expert: [p,e,b,d] -> [p,e,d]."""
-    return packed_rows.total(x, n) if x.ndim == 2 else x.sum(2)
+def total(x: Tensor, n: Tensor, *, by_expert: bool = False) -> Tensor:
+    """Sum the rows of each part and expert: [p,e,b,d] -> [p,e,d]; see `multiply`."""
+    return packed_rows.total(x, n, by_expert) if x.ndim == 2 else x.sum(2)
 
 
-def spread(rows: Tensor, x: Tensor, n: Tensor) -> Tensor:
+def spread(rows: Tensor, x: Tensor, n: Tensor, *, by_expert: bool = False) -> Tensor:
     """Repeat a row per part and expert, [p,e,d], for each row of x that is there.
 
-    The result has the columns of x, or those of the rows where x has one.
+    The result has the columns of x, or those of the rows where x has one; see `multiply`.
     """
     if x.ndim == 2:
-        return packed_rows.spread(rows, x, n)
+        return packed_rows.spread(rows, x, n, by_expert)
     return mask(rows.unsqueeze(2).expand(*x.shape[:3], max(x.shape[3], rows.shape[2])), n)
 
 
@@ -171,25 +228,47 @@ def _size_here(whole: int, part: Part | None) -> int:
 
 
 def _keys(
-    ids: Tensor, sizes: tuple[int, int], parts: int, rows: Part | None, part: Part | None
+    ids: Tensor,
+    groups: tuple[int, int],
+    parts: int,
+    sizes: Sequence[int] | None,
+    rows: Part | None,
+    part: Part | None,
 ) -> Tensor:
     """Return which of the groups here each row belongs to, [t*k]; the last for those elsewhere."""
     ids = (ids if ids.ndim == 2 else ids.unsqueeze(1)).long()
+    is_here = (ids >= 0) & (ids < groups[1])
+    if parts == 1 or (rows is not None and groups[0] == 1):  # a rank has the tokens of its parts
+        return torch.where(is_here, ids, groups[1]).flatten()
     first, _, tokens = rows or (0, 0, ids.shape[0])
-    size = max(-(-tokens // parts), 1)
-    at = torch.arange(ids.shape[0], device=ids.device).add(first).div(size, rounding_mode="floor")
-    at = at.unsqueeze(1) - (part[0] if part else 0)
-    is_here = (ids >= 0) & (ids < sizes[1]) & (at >= 0) & (at < sizes[0])
-    return torch.where(is_here, at * sizes[1] + ids, sizes[0] * sizes[1]).flatten()
+    at = torch.arange(ids.shape[0], device=ids.device).add(first)
+    at = _parts_at(at, tokens, parts, sizes).unsqueeze(1) - (part[0] if part else 0)
+    is_here = is_here & (at >= 0) & (at < groups[0])
+    return torch.where(is_here, at * groups[1] + ids, groups[0] * groups[1]).flatten()
 
 
-def _places(ids: Tensor, n: Tensor, bound: int, rows: Part | None, part: Part | None) -> Tensor:
+def _parts_at(at: Tensor, tokens: int, parts: int, sizes: Sequence[int] | None) -> Tensor:
+    """Return to which part each token belongs."""
+    if sizes is None:
+        return at.div(max(-(-tokens // parts), 1), rounding_mode="floor")
+    behind = [at >= end for end in accumulate(sizes)]
+    return torch.stack(behind).sum(0) if behind else at
+
+
+def _places(
+    ids: Tensor,
+    n: Tensor,
+    bound: int,
+    sizes: Sequence[int] | None,
+    rows: Part | None,
+    part: Part | None,
+) -> Tensor:
     """Return where each row lies among all places, [t*k]; behind the last if it lies nowhere.
 
     Rows of one part and expert lie in the order of the tokens, so in that of a stable sort.
     """
-    sizes = n.shape[0], n.shape[1]
-    keys = _keys(ids, sizes, (part or (0, 0, sizes[0]))[2], rows, part)
+    count = n.shape[0], n.shape[1]
+    keys = _keys(ids, count, (part or (0, 0, count[0]))[2], sizes, rows, part)
     in_order, order = keys.sort(stable=True)
     groups = torch.arange(n.numel() + 1, device=keys.device)
     starts = torch.searchsorted(in_order, groups)
@@ -199,17 +278,43 @@ def _places(ids: Tensor, n: Tensor, bound: int, rows: Part | None, part: Part | 
     return torch.where(places < limits[keys], keys * bound + places, n.numel() * bound)
 
 
-def _lined_up(ids: Tensor, n: Tensor, bound: int, rows: Part | None, part: Part | None) -> Tensor:
-    """Return where each row lies where the rows of a part lie one behind the other, [t*k]."""
-    grouped = _places(ids, n, bound, rows, part)
-    starts = torch.arange(n.shape[0], device=n.device).unsqueeze(1) * bound + n.cumsum(1) - n
-    starts = torch.cat([starts.flatten(), starts.new_full((1,), n.shape[0] * bound)])
-    size = max(bound, 1)
-    return starts[grouped.div(size, rounding_mode="floor")] + grouped % size
+def _lined_up(
+    ids: Tensor,
+    at: Tensor,
+    size: tuple[int, int],
+    sizes: Sequence[int] | None,
+    rows: Part | None,
+    part: Part | None,
+) -> Tensor:
+    """Return where each row lies where the rows of a part lie one behind the other, [t*k].
+
+    Args:
+        ids: see `count`; likewise sizes, rows and part.
+        at: see `places`.
+        size: how many parts there are, and how many rows each has room for.
+    """
+    (parts, bound), k = size, choices(ids.shape)
+    nowhere, at = parts * bound, at.flatten()
+    if parts == 1:
+        return torch.where((at >= 0) & (at < bound), at, nowhere)
+    first, _, tokens = rows or (0, 0, ids.shape[0])
+    each = torch.arange(first, first + ids.shape[0], device=at.device)
+    each = _parts_at(each, tokens, (part or (0, 0, parts))[2], sizes) - (part[0] if part else 0)
+    each = each.repeat_interleave(k)
+    is_there = (at >= 0) & (at < bound) & (each >= 0) & (each < parts)
+    return torch.where(is_there, at + each * bound, nowhere)
 
 
-def _bound(ids: Shape, n: Shape, rows: Part | None = None, part: Part | None = None) -> int:
+def _bound(
+    ids: Shape,
+    n: Shape,
+    sizes: Sequence[int] | None = None,
+    rows: Part | None = None,
+    part: Part | None = None,
+) -> int:
     """Return the number of rows of a part, all of which may go to one expert."""
+    if sizes is not None:
+        return max(sizes, default=0) * choices(ids)
     tokens, parts = (rows or (0, 0, ids[0]))[2], (part or (0, 0, n[0]))[2]
     return -(-tokens // max(parts, 1)) * choices(ids)
 
@@ -232,16 +337,42 @@ def _alike(*pairs: tuple[int, int]) -> None:
 
 def shape_of_count(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return [parts, experts], or those of one rank."""
-    _given(shapes, (1, 2))
-    sizes = (attrs["parts"], attrs.get("part")), (attrs["experts"], None)
-    return tuple(_size_here(whole, part) for whole, part in sizes)
+    (ids,) = _given(shapes, (1, 2))
+    _check_sizes(ids[0], attrs["parts"], attrs)
+    whole = (attrs["parts"], attrs.get("part")), (attrs["experts"], None)
+    return tuple(_size_here(n, part) for n, part in whole)
+
+
+def _check_sizes(tokens: int, parts: int, attrs: Attrs) -> None:
+    """Raise ValueError unless the tokens of all parts are all tokens."""
+    sizes, rows = attrs.get("sizes"), attrs.get("rows")
+    if sizes is None:
+        return
+    tokens, parts = (rows or (0, 0, tokens))[2], (attrs.get("part") or (0, 0, parts))[2]
+    if len(sizes) != parts or not are_same(sum(sizes), tokens):
+        raise ValueError(f"sizes of {len(sizes)} parts, {sum(sizes)} tokens together")
+
+
+def _check_places(shapes: Shapes, ids: Shape) -> None:
+    """Raise ValueError unless places, if they are given, are those of all ids."""
+    for at in shapes[3:]:
+        _alike(*zip(at or (), ids, strict=True))
+
+
+def shape_of_places(shapes: Shapes, attrs: Attrs) -> Shape:
+    """Return the shape of the ids."""
+    ids, n = _given(shapes, (1, 2), (2,))
+    _check_sizes(ids[0], n[0], attrs)
+    return ids
 
 
 def shape_of_group(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return [parts, experts, bound, d]."""
-    x, ids, n = _given(shapes, (2, 3), (1, 2), (2,))
+    x, ids, n = _given(shapes[:3], (2, 3), (1, 2), (2,))
+    _check_places(shapes, ids)
     _alike((x[0], ids[0]), *([(x[1], ids[1])] if len(x) == 3 else []))
-    most = _bound(ids, n, attrs.get("rows"), attrs.get("part"))
+    _check_sizes(ids[0], n[0], attrs)
+    most = _bound(ids, n, *(attrs.get(name) for name in ("sizes", "rows", "part")))
     bound = attrs.get("bound", most)
     if "rows" not in attrs and bound < most:  # a rank's tokens may be a chunk of a part's
         raise ValueError(f"room for {bound} rows of a part, which may have {most}")
@@ -256,15 +387,19 @@ def shape_of_line_up(shapes: Shapes, attrs: Attrs) -> Shape:
 
 def shape_of_put_back(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return [t, k, d]."""
-    y, ids, n = _given(shapes, (3,), (1, 2), (2,))
+    y, ids, n = _given(shapes[:3], (3,), (1, 2), (2,))
+    _check_places(shapes, ids)
     _alike((y[0], n[0]))
+    _check_sizes(ids[0], n[0], attrs)
     return (ids[0], choices(ids), y[2])
 
 
 def shape_of_ungroup(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return [t, k, d]."""
-    y, ids, n = _given(shapes, (4,), (1, 2), (2,))
+    y, ids, n = _given(shapes[:3], (4,), (1, 2), (2,))
+    _check_places(shapes, ids)
     _alike(*zip(y[:2], n, strict=True))
+    _check_sizes(ids[0], n[0], attrs)
     return (ids[0], choices(ids), y[3])
 
 
@@ -321,7 +456,9 @@ def shape_of_mask(shapes: Shapes, attrs: Attrs) -> Shape:
 
 def local_groups(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     """Add the tokens and the parts that this rank has."""
-    ids, counts = (part[0], part.out) if len(part.operands) == 1 else (part[1], part[2])
+    parts = (*part.operands, part.out)
+    ids, counts = parts[:2] if len(parts) < 4 else parts[1:3]
+    assert ids is not None and counts is not None
     if ids.has_all(0) and counts.has_all(0):
         return attrs
     return {**attrs, "rows": ids.ends(0), "part": counts.ends(0)}
@@ -337,6 +474,6 @@ def whole_rows(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
     """State the room of all rows of a part, where it is not for as many as there may be."""
     if not attrs:
         return attrs
-    bound, (_, ids, n) = part.out.shape[-2], (x.shape for x in part.operands if x is not None)
+    bound, (_, ids, n) = part.out.shape[-2], (x.shape for x in part.operands[:3] if x is not None)
     others = {name: value for name, value in attrs.items() if name != "bound"}
-    return others if bound == _bound(ids, n) else {**others, "bound": bound}
+    return others if bound == _bound(ids, n, attrs.get("sizes")) else {**others, "bound": bound}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from mdfuse.extents.extent import are_same, is_symbolic
@@ -26,40 +27,45 @@ def choices(ids: Shape) -> int:
     return ids[1] if len(ids) == 2 else 1
 
 
-def _fitting(tokens: int, parts: int) -> Any:
+def _fitting(tokens: int, parts: int, attrs: Attrs) -> Any:
     """Return whether tokens and parts are split at the same places, for `DimMap.fits`."""
+    stated = attrs.get("sizes")
 
     def fits(label: int, sizes: tuple[int, ...]) -> bool:
         if label != _P:
             return True
         if is_symbolic((tokens,)):
             return bool(tokens % parts == 0) and all(parts % n == 0 for n in sizes)
-        size = -(-tokens // parts)
-        spans = [(tokens, 1), (parts, size)]
-        cut, other = ([_ends(n, each, tokens, sizes)] for n, each in spans)
-        return cut == other
+        each = -(-tokens // parts)
+        ends = stated or [each] * parts
+        ends = [min(n, tokens) for n in accumulate(ends, initial=0)]
+        cut = [ends[n] for n in _ends(parts, sizes)]
+        return cut == _ends(tokens, sizes)
 
     return fits
 
 
-def _ends(extent: int, each: int, tokens: int, sizes: tuple[int, ...]) -> list[int]:
-    """Return behind which token each part of a dim ends, split by axes of some sizes."""
+def _ends(extent: int, sizes: tuple[int, ...]) -> list[int]:
+    """Return where each part of a dim ends that axes of some sizes split."""
     spans = [(0, extent)]
     for size in sizes:
         spans = [nth_chunk(span, size, i) for span in spans for i in range(size)]
-    return [min(end * each, tokens) for _, end in spans]
+    return [end for _, end in spans]
 
 
 def _of_ids(shape: Shape, label: int = _P) -> tuple[int | None, ...]:
     return (label, None)[: len(shape)]
 
 
-def _in_chunks(tokens: int, parts: int, room: int | None = None, **labels: Any) -> DimMap:
+def _in_chunks(
+    tokens: int, parts: int, attrs: Attrs, room: int | None = None, **labels: Any
+) -> DimMap:
     """Label chunks of tokens, which are chunks of the rows of each part: each rank has one part.
 
     Args:
         tokens: how many there are.
         parts: into which they are split.
+        attrs: of the operation, which may say how many tokens each part has.
         room: for the tokens of a part, in chunks of one length; None: as many as there are.
         labels: those of operands and results.
     """
@@ -72,7 +78,7 @@ def _in_chunks(tokens: int, parts: int, room: int | None = None, **labels: Any) 
             return False
         if is_symbolic((tokens,)):
             return bool(tokens % max(parts * count, 1) == 0)
-        of_part = -(-tokens // max(parts, 1))
+        of_part = max(attrs.get("sizes", ()), default=-(-tokens // max(parts, 1)))
         return room is None or (room % count == 0 and -(-of_part // count) * count <= room)
 
     return DimMap(fits=fits, **labels)
@@ -90,10 +96,11 @@ def of_count(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
     return DimMap(
         operands=(_of_ids(ids),),
         results=results,
-        fits=_fitting(ids[0], result[0]),
+        fits=_fitting(ids[0], result[0], attrs),
         in_chunks=_in_chunks(
             ids[0],
             result[0],
+            attrs,
             operands=(_of_ids(ids, _R),),
             results=((None, None),),
             reduces={_R: "sum"},
@@ -101,21 +108,52 @@ def of_count(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
     )
 
 
-def of_group(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
-    """Label `x[t,d], ids[t,k], n[p,e]`: each rank groups the rows of its tokens."""
-    x, ids, n = (s for s in shapes if s is not None)
+def of_places(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
+    """Label `ids[t,k], n[p,e]`: each rank looks at its tokens."""
+    ids, n = (s for s in shapes if s is not None)
     chunks = _in_chunks(
         ids[0],
         n[0],
+        attrs,
+        operands=(_of_ids(ids, _R), (None, None)),
+        results=(_of_ids(ids, _R),),
+        terms=(1,),
+    )
+    return DimMap(
+        operands=(_of_ids(ids), (_P, None)),
+        results=(_of_ids(ids),),
+        fits=_fitting(ids[0], n[0], attrs),
+        in_chunks=chunks,
+        terms=chunks.terms,
+    )
+
+
+def of_group(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
+    """Label `x[t,d], ids[t,k], n[p,e]`: each rank groups the rows of its tokens."""
+    x, ids, n, *at = (s for s in shapes if s is not None)
+    chunks = _in_chunks(
+        ids[0],
+        n[0],
+        attrs,
         _room(result[2], ids),
-        operands=((_R, None, None)[: len(x)], _of_ids(ids, _R), (None, None)),
+        operands=(
+            (_R, None, None)[: len(x)],
+            _of_ids(ids, _R),
+            (None, None),
+            *(_of_ids(i, _R) for i in at),
+        ),
         results=((None, None, _R, None),),
         terms=(2,),
     )
     return DimMap(
-        operands=((_P, None, _D) if len(x) == 3 else (_P, _D), _of_ids(ids), (_P, None)),
+        operands=(
+            (_P, None, _D) if len(x) == 3 else (_P, _D),
+            _of_ids(ids),
+            (_P, None),
+            *map(_of_ids, at),
+        ),
         results=((_P, None, None, _D),),
-        fits=_fitting(ids[0], result[0]),
+        fits=_fitting(ids[0], result[0], attrs),
         in_chunks=chunks,
         terms=chunks.terms,
     )
@@ -123,19 +161,25 @@ def of_group(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
 
 def of_ungroup(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
     """Label `y[p,e,b,d], ids[t,k], n[p,e]`."""
-    y, ids, n = (s for s in shapes if s is not None)
+    y, ids, n, *at = (s for s in shapes if s is not None)
     chunks = _in_chunks(
         ids[0],
         n[0],
+        attrs,
         _room(y[2], ids),
-        operands=((None, None, _R, None), _of_ids(ids, _R), (None, None)),
+        operands=(
+            (None, None, _R, None),
+            _of_ids(ids, _R),
+            (None, None),
+            *(_of_ids(i, _R) for i in at),
+        ),
         results=((_R, None, None),),
         terms=(2,),
     )
     return DimMap(
-        operands=((_P, None, None, _D), _of_ids(ids), (_P, None)),
+        operands=((_P, None, None, _D), _of_ids(ids), (_P, None), *map(_of_ids, at)),
         results=((_P, None, _D),),
-        fits=_fitting(ids[0], y[0]),
+        fits=_fitting(ids[0], y[0], attrs),
         in_chunks=chunks,
         terms=chunks.terms,
     )

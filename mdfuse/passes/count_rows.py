@@ -24,6 +24,8 @@ _ON_ROWS = (
     "group_rows", "ungroup_rows", "rows_mm", "rows_mm_grad", "sum_of_rows", "spread_rows",
     "mask_rows", "slice", "slice_grad", "cat", "sum", "detach",
 )  # fmt: skip
+#: Those that know in which order rows lie -> which of their operands the rows are.
+_IN_ORDER = {"rows_mm": 0, "rows_mm_grad": 0, "sum_of_rows": 0, "spread_rows": 1}
 #: Those that need the rows of a part on one rank.
 _OF_TOKENS = ("group_rows", "ungroup_rows")
 
@@ -41,7 +43,28 @@ def run(fusion: Fusion, on: str = "host") -> Fusion:
         each = capacities.get(root) if is_counted and on == "device" else None
         for x in names:
             values[x] = replace(values[x], rows=root, is_counted=is_counted, each=each)
-    return replace(fusion, values=values) if values != fusion.values else fusion
+    if values == fusion.values:
+        return fusion
+    return replace(fusion, values=values, exprs=tuple(_in_order(e, values) for e in fusion.exprs))
+
+
+def _in_order(expr: Expr, values: Mapping[str, Value]) -> Expr:
+    """Return an expression that knows in which order the rows lie that it reads."""
+    if expr.op not in _IN_ORDER:
+        return expr
+    rows = values[expr.reads[_IN_ORDER[expr.op]]]
+    attrs = {k: v for k, v in expr.attrs if k != "by_expert"}
+    if rows.is_counted and lie_by_expert(rows.placed, rows.shape):
+        attrs["by_expert"] = True
+    return replace(expr, attrs=tuple(attrs.items()))
+
+
+def lie_by_expert(layout: Layout, shape: tuple[int, ...]) -> bool:
+    """Return whether counted rows lie expert by expert: where experts are split.
+
+    Elsewhere they lie part by part; with one part, or one expert, on each rank both are the same.
+    """
+    return bool(layout.split_axes(1)) and min(layout.local_shape(shape)[:2]) > 1
 
 
 def _capacities(fusion: Fusion) -> dict[str, int]:

@@ -104,9 +104,10 @@ def problem(fusion: Fusion, expr: Expr) -> tuple[str, str]:
             "as many microbatches as divide the rows of each rank",
         )
     if expr.op == "counts":
-        have = " or ".join(map(str, sorted({b - a for _, (a, b) in cut.chunks_of(0, extent)})))
-        because = f"ranks have {have} tokens by {cut}, where torch.chunk makes {parts} other parts"
-        return because, f"a multiple of {parts} tokens: those that fill a batch up have ids of -1"
+        sizes = [b - a for _, (a, b) in cut.chunks_of(0, extent)]
+        have = " or ".join(map(str, sorted({*sizes})))
+        because = f"ranks have {have} tokens by {cut}, and %{counts} is of {parts} other parts"
+        return because, f"how many tokens each rank has: parts={sizes}"
     along = ", ".join(a for a in cut.split_axes(0) if a not in layout.split_axes(0))
     return (
         f"rows of several parts come together along {along}, which splits matrices of experts",

@@ -48,6 +48,7 @@ TOGETHER = {
     "tests/frontend/importing/test_plans.py": 3,
     "tests/frontend/importing/test_reached.py": 4,
     "tests/frontend/importing/test_recomputed.py": 4,
+    "tests/frontend/importing/test_save_experts.py": 4,
     "tests/frontend/importing/test_train.py": 3,
     "tests/frontend/test_torch_functions_spellings.py": 4,
     "tests/frontend/test_vjps.py": 2.0,

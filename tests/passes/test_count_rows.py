@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, FusionDefinition, Shard
+from mdfuse.hir.text.parser import parse
 from mdfuse.hir.verify.check import verify
 from mdfuse.layouts.call import Call
 from mdfuse.plan import counted_steps
@@ -32,7 +34,7 @@ def layer(
     """Dispatch, two products, combine; tokens are split by all axes but tp."""
     split = {a: Shard(0) for a in mesh.axes if a != "tp"}
     there = {**{a: Shard(0) for a in split}, **{a: Shard(1) for a in experts}}
-    parts = mesh.size // (mesh.axis_size("tp") if "tp" in mesh.axes else 1)
+    parts = how.pop("parts", mesh.size // (mesh.axis_size("tp") if "tp" in mesh.axes else 1))
     with FusionDefinition("layer") as fd:
         x = fd.define_tensor([t, D], torch.float64, mesh, split, name="x")
         ids = fd.define_tensor([t, k], torch.int64, mesh, split, name="ids")
@@ -90,6 +92,45 @@ def test_experts_beside_other_axes(name: str) -> None:
     ids = router(8, 4, 2)
     values = given(8, 4, ids)
     check_everywhere(program, values, by_loop(*values))
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_parts_of_other_sizes(seed: int) -> None:
+    """Tokens that two axes split unevenly; a rank has none of few. The sizes are stated."""
+    draw = random.Random(seed)
+    t, k, ep = draw.randint(1, 13), draw.choice([1, 2, 5]), draw.choice([2, 3])
+    sizes = [len(c) for part in nested(range(t), 2) for c in nested(part, ep)]
+    mesh, experts = DeviceMesh.arange(dp=2, ep=ep), {"ep": Shard(0)}
+    fd = layer(mesh, t, 5, k, experts, parts=sizes)
+    options = mf.Options(counts=draw.choice(["host", "device"]), poison=True)
+    count = draw.choice([1, 2, 3])
+    if count == 1:
+        program = mf.compile(fd, options)
+    else:
+        batch = {"x": 0, "ids": 0}
+        program = mf.pipeline(fd, microbatches=count, batch=batch, options=options)
+    assert " are dense" not in program.explain()
+    values = given(t, 5, router(t, 5, k))
+    check_everywhere(program, values, by_loop(*values))
+    verify(parse(str(program)))
+
+
+def nested(rows: Any, count: int) -> list[Any]:
+    """Cut as `torch.chunk` does; parts behind the last have nothing."""
+    size = -(-len(rows) // count)
+    return [rows[i * size : (i + 1) * size] for i in range(count)]
+
+
+def test_sizes_of_parts_that_are_others_are_refused() -> None:
+    with FusionDefinition("sizes") as fd:
+        ids = fd.define_tensor([6, 2], torch.int64, DeviceMesh.arange(ep=2), {"ep": Shard(0)})
+        for parts in ([3, 2], [4, 3], [7, -1], []):
+            with pytest.raises(mf.DefinitionError, match="the tokens of all parts are all tokens"):
+                fd.ops.counts(ids, experts=3, parts=parts)
+        fd.add_output(fd.ops.counts(ids, experts=3, parts=[4, 2]))
+    chosen = torch.tensor([[0, 1]] * 4 + [[2, 0]] * 2)
+    wanted = torch.tensor([[4, 4, 0], [2, 0, 2]])
+    check_everywhere(mf.compile(fd), [chosen], [wanted])
 
 
 @pytest.mark.parametrize(("up", "down"), [(2, 1), (1, 1), (2, 2)])

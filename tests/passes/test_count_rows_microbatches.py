@@ -71,7 +71,7 @@ def test_microbatches_of_any_number_of_rows(seed: int) -> None:
 def test_each_microbatch_has_room_for_the_largest() -> None:
     text = str(in_microbatches(2, 10))
     assert "most=6)" in text
-    assert "line_up_rows(%x.i, %ids.i, %n.i, bound=12)" in text
+    assert "line_up_rows(%x.i, %ids.i, %n.i, %ids.places.i, bound=12)" in text
     verify(parse(text))
     for broken in ("bound=8", "bound=10", "bound=14"):
         with pytest.raises(ProgramError):
@@ -82,7 +82,7 @@ def test_each_microbatch_has_room_for_the_largest() -> None:
 OTHER_PARTS: list[tuple[int, dict[str, int], int, str, str]] = [
     (8, {"ep": 2}, 4, "%each is (ep=S0), with parts=4", "parts=2"),
     (8, {"ep": 2}, 1, "%each is (ep=S0), with parts=1", "parts=2"),
-    (10, {"dp": 2, "ep": 2}, 4, "ranks have 2 or 3 tokens", "a multiple of 4 tokens"),
+    (10, {"dp": 2, "ep": 2}, 4, "ranks have 2 or 3 tokens", "parts=[3, 2, 3, 2]"),
 ]
 
 

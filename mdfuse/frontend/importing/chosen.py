@@ -30,7 +30,7 @@ from mdfuse.frontend.importing.deferred import (
     leaves,
     mapped_leaves,
 )
-from mdfuse.frontend.importing.dispatch import COLUMNS, note, note_parts
+from mdfuse.frontend.importing.dispatch import COLUMNS, counted, note, parts_for
 from mdfuse.frontend.importing.joined import JoinedTensors
 from mdfuse.frontend.ragged_operands import RaggedRefusal
 
@@ -138,14 +138,14 @@ def _product(call: GraphCall, later: Later, x: Any, weight: Any) -> Any:
     is_joined = isinstance(weight, JoinedTensors) and weight.dim == 2
     if not isinstance(x, Chosen) or not (is_joined or isinstance(weight, Handle)):
         return None
-    split, parts = call.parts(weight.parts[0] if is_joined else weight), call.tokens()
     is_rows = x.dims == "et" and (x.is_sent or x.base.ndim == 3) and weight.shape[0] == x.experts
-    if not is_rows or (not x.is_sent and (split <= 1 or parts <= 1)):
+    is_split = is_rows and call.parts(weight.parts[0] if is_joined else weight) > 1
+    parts = parts_for(x.ids, call.tokens()) if is_split and not x.is_sent else 1
+    if not is_rows or (not x.is_sent and parts == 1):
         return None
     rows = _whole(x.base)
     if not x.is_sent:
-        note_parts(x.ids, parts)
-        n = ops.counts(x.ids, x.experts, parts)
+        n = counted(x.ids, x.experts, parts)
         rows = ops.group_rows(rows, x.ids, n, call.capacity)
     product = partial(ops.grouped_mm, rows)
     base = weight.mapped(product, 3) if is_joined else product(weight)

@@ -200,8 +200,8 @@ class GraphCall:
         is_pointwise: whether it goes element by element.
         apply: makes an operation of other values.
         parts: the number of ranks that split the matrices of a value.
-        tokens: the number of parts in which the ranks that split the matrices, and maybe others,
-            have the tokens; 1: all ranks have all.
+        tokens: how many rows of the batch each part has in which the ranks that split the
+            matrices, and maybe others, have the tokens; (): all ranks have all.
         known: the numbers of a constant or a count; other values unchanged.
         capacity: the most rows of a part of the tokens that may go to an expert; None: any.
     """
@@ -210,7 +210,7 @@ class GraphCall:
     is_pointwise: bool
     apply: Callable[[str, Any, Any], Any]
     parts: Callable[[Handle], int]
-    tokens: Callable[[], int]
+    tokens: Callable[[], tuple[int, ...]]
     known: Callable[[Any], Any]
     capacity: int | None = None
 

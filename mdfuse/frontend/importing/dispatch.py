@@ -18,6 +18,7 @@ from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.importing.deferred import GraphCall, InOrder, bases, mapped_leaves
 from mdfuse.frontend.importing.joined import JoinedTensors
 from mdfuse.frontend.ragged_operands import RaggedRefusal
+from mdfuse.layouts.boxes import nth_chunk
 from mdfuse.layouts.layout import Layout
 from mdfuse.mesh import DeviceMesh
 
@@ -36,8 +37,8 @@ COLUMNS = (
 
 def parts_of_tokens(
     mesh: DeviceMesh, inputs: Mapping[Node, Layout], experts: Collection[str]
-) -> int:
-    """Return in how many equal parts axes split the tokens, the one of the experts innermost.
+) -> tuple[int, ...]:
+    """Return how many rows of a batch each part has that axes split, that of the experts innermost.
 
     Args:
         mesh: of the module.
@@ -45,18 +46,58 @@ def parts_of_tokens(
         experts: the axes that split matrices of experts.
 
     Returns:
-        1 where these axes do not split the batch of the arguments, or split something else.
+        () where these axes do not split the batch of the arguments, or split something else.
     """
     axes = [a for a in mesh.axes if any(a in x.split_axes(0) for x in inputs.values())]
-    parts = math.prod(map(mesh.axis_size, axes))
     if len(experts) != 1 or axes[-1:] != [*experts]:
+        return ()
+    split = {n: x for n, x in inputs.items() if x.split_axes(0)}
+    extents = {n.meta["val"].shape[0] for n in split}
+    is_inside = any(a in axes for x in inputs.values() for d, of in x.splits for a in of if d)
+    if is_inside or any(type(n) is not int for n in extents):
+        return ()
+    parts = math.prod(map(mesh.axis_size, axes))
+    (extent, *others) = extents
+    if all(n % parts == 0 for n in extents):
+        return (extent // parts,) * parts
+    is_plain = all(x.split_axes(0) == (*axes,) and not x.cuts for x in split.values())
+    if others or not is_plain:
+        return ()
+    spans = [(0, extent)]
+    for n in map(mesh.axis_size, axes):
+        spans = [nth_chunk(span, n, i) for span in spans for i in range(n)]
+    return tuple(stop - start for start, stop in spans)
+
+
+def parts_for(ids: Handle, rows: Sequence[int]) -> int | tuple[int, ...]:
+    """Return the parts of tokens of which ranks have one each, as `counts` takes them; 1: none.
+
+    Args:
+        ids: the experts of each token.
+        rows: how many rows of the batch each part has; see `parts_of_tokens`.
+    """
+    parts, tokens = len(rows), ids.shape[0]
+    if len({*rows}) <= 1:
+        return max(parts, 1)
+    if tokens != sum(rows):
+        uneven, each = " and ".join(map(str, sorted({*rows}))), tokens // sum(rows)
+        _note(
+            ids,
+            f"rows stay, and ranks compute those of their experts among all tokens: they have "
+            f"{uneven} rows of the batch, and parts of as many tokens, {each} a row, are no split "
+            f"of one dim; a batch that {parts} divides goes to its experts",
+        )
         return 1
-    for node, layout in inputs.items():
-        is_inside = any(a in axes for d, of in layout.splits for a in of if d)
-        extent = node.meta["val"].shape[0] if layout.split_axes(0) else 0
-        if is_inside or type(extent) is not int or extent % parts:
-            return 1
-    return parts
+    size = -(-tokens // parts)
+    chunks = [max(min(size, tokens - n * size), 0) for n in range(parts)]
+    return parts if chunks == [*rows] else tuple(rows)
+
+
+def counted(ids: Handle, experts: int, parts: int | tuple[int, ...]) -> Handle:
+    """Count the rows of each part that go to each expert."""
+    note_parts(ids, parts if isinstance(parts, int) else len(parts))
+    counts: Handle = ops.counts(ids, experts, parts)
+    return counts
 
 
 def applied(
@@ -80,9 +121,12 @@ def applied(
 
 def note(ids: Handle, what: str, refusal: RaggedRefusal) -> None:
     """Note for `report()` and `explain()` what rows of experts do not take, and why."""
-    shared = ids.definition.shared
     line = next(iter(refusal.where), "").strip()
-    text = f"{what}: {refusal.because}" + (f" ({line})" if line else "")
+    _note(ids, f"{what}: {refusal.because}" + (f" ({line})" if line else ""))
+
+
+def _note(ids: Handle, text: str) -> None:
+    shared = ids.definition.shared
     shared["notes"] = tuple(dict.fromkeys((*shared.get("notes", ()), text)))
 
 
@@ -104,15 +148,21 @@ def _spread_table(x: Any) -> Any:
     return ops.unsqueeze(x.table, 1) if is_table else x
 
 
-def grouped(x: InOrder, experts: int, parts: int, capacity: int | None) -> Any:
-    """Return rows grouped by expert; the same rows are grouped once."""
+def grouped(x: InOrder, experts: int, parts: int | tuple[int, ...], capacity: int | None) -> Any:
+    """Return rows grouped by expert; the same rows are grouped once.
+
+    Args:
+        x: the rows of the tokens.
+        experts: how many there are.
+        parts: of the tokens; see `parts_for`.
+        capacity: the most rows of a part for an expert.
+    """
     if x.is_sent:
         return x.base.whole() if isinstance(x.base, JoinedTensors) else x.base
     rows, order = x.base.whole() if isinstance(x.base, JoinedTensors) else x.base, x.order
     if rows.id not in order.sent:
-        note_parts(order.ids, parts)
         counts = "counts", experts
         if counts not in order.sent:
-            order.sent[counts] = ops.counts(order.ids, experts, parts)
+            order.sent[counts] = counted(order.ids, experts, parts)
         order.sent[rows.id] = ops.group_rows(rows, order.ids, order.sent[counts], capacity)
     return order.sent[rows.id]

@@ -182,25 +182,26 @@ def _grouped(call: GraphCall, x: Any, weight: Any, offs: Any = None, *how: Any) 
     if not (is_joined or isinstance(weight, Handle)) or experts != offs.experts or x.ndim != 2:
         return None
     split = call.parts(weight.parts[0] if is_joined else weight)
-    if x.is_sent or (x.apart is None and split > 1 and call.tokens() > 1):
-        rows = dispatch.grouped(x, experts, call.tokens(), call.capacity)
+    is_here = not x.is_sent and x.apart is None and split > 1
+    parts = dispatch.parts_for(x.order.ids, call.tokens()) if is_here else 1
+    if x.is_sent or parts != 1:
+        rows = dispatch.grouped(x, experts, parts, call.capacity)
         each_product = partial(ops.grouped_mm, rows)
         products = weight.mapped(each_product, 3) if is_joined else each_product(weight)
         return InOrder(x.order, products, is_sent=True)
     if x.apart is None:
-        parts = split
-        parts = parts if experts % parts == 0 else 1
-        each = experts // parts
-        dispatch.note_parts(x.order.ids, parts)
+        count = split if experts % split == 0 else 1
+        each = experts // count
+        dispatch.note_parts(x.order.ids, count)
     else:
-        parts, each = x.apart
+        count, each = x.apart
     rows = x.base.whole() if isinstance(x.base, JoinedTensors) else x.base
 
     def product(w: Handle) -> Any:
-        cut = call.apply("aten.unflatten.int", (w, 0, (parts, each)), {})
+        cut = call.apply("aten.unflatten.int", (w, 0, (count, each)), {})
         return ops.routed_mm(rows, cut, x.order.ids)
 
-    apart = (parts, each) if x.apart is None else None
+    apart = (count, each) if x.apart is None else None
     products = weight.mapped(product, 1 + bool(apart)) if is_joined else product(weight)
     return InOrder(x.order, products, apart)
 

@@ -201,14 +201,14 @@ class Model:
         split = [a for a in layout.mesh.axes if a not in self.gather]
         return math.prod(layout.mesh.axis_size(a) for a in split if layout.placement(a) == Shard(0))
 
-    def parts_of_tokens(self) -> int:
-        """Return in how many parts ranks have the tokens, where some have their experts apart."""
+    def parts_of_tokens(self) -> tuple[int, ...]:
+        """Return how many rows of the batch each part has, where ranks have their experts apart."""
         given = {n: self.layout(n) for n in self.captured.inputs}
         tables = [self.layout(n) for n in self.parameters if n.meta["val"].ndim == 3]
         experts = {a for x in tables for a in x.split_axes(0) if a not in self.gather}
         meshes = {(x.mesh.axes, x.mesh.shape) for x in (*tables, *given.values())}
         if len(meshes) > 1:  # stages that split tokens in other ways
-            return 1
+            return ()
         return parts_of_tokens(self.last_mesh, given, experts)
 
     def _brought(self, layout: Layout, x: Handle) -> Handle:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import torch
 
 from mdfuse.errors import DefinitionError
+from mdfuse.extents.extent import are_same
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops.pointwise import clamp
 from mdfuse.frontend.ops.recording import as_dtype, record, shown
 from mdfuse.frontend.ops.reductions import sum
 
 
-def counts(ids: Handle, experts: int, parts: int = 1) -> Handle:
+def counts(ids: Handle, experts: int, parts: int | Sequence[int] = 1) -> Handle:
     """Count the rows of each part of the tokens that go to each expert: [parts, experts].
 
     Args:
@@ -19,16 +23,24 @@ def counts(ids: Handle, experts: int, parts: int = 1) -> Handle:
             no expert.
         experts: how many there are.
         parts: into which tokens are cut, as `torch.chunk` cuts them: the extent of the axes that
-            split them, so that a rank counts its own.
+            split them, so that a rank counts its own. Or how many tokens each part has, as where
+            ranks split a batch unevenly, whose rows have several tokens each.
     """
     is_whole = not (ids.dtype.is_floating_point or ids.dtype == torch.bool)
-    if ids.ndim not in (1, 2) or not is_whole or experts < 1 or parts < 1:
+    sizes = None if isinstance(parts, int) else tuple(parts)
+    count = parts if isinstance(parts, int) else len(parts)
+    are_numbers = sizes is None or all(type(n) is int and n >= 0 for n in sizes)
+    *_, tokens = accumulate(sizes if sizes and are_numbers else (), initial=0)
+    are_tokens = sizes is None or (are_numbers and are_same(tokens, ids.shape[0]))
+    if ids.ndim not in (1, 2) or not is_whole or experts < 1 or count < 1 or not are_tokens:
         raise DefinitionError(
             f"counts of {shown(ids)} with experts={experts}, parts={parts}",
-            because="ids are integers, [t] or [t,k]; there is an expert, and a part",
-            hint="scores.topk(k, -1) gives ids [t,k]",
+            because="ids are integers, [t] or [t,k]; there is an expert, and a part; the tokens of "
+            "all parts are all tokens",
+            hint="scores.topk(k, -1) gives ids [t,k]; parts=2, or parts=[3, 2] of five tokens",
         )
-    return record("counts", ids, experts=experts, parts=parts)
+    given = {} if sizes is None else {"sizes": sizes}
+    return record("counts", ids, experts=experts, parts=count, **given)
 
 
 def group_rows(

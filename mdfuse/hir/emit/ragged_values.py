@@ -5,10 +5,16 @@
 ->
     %n.all: i64[4,8] (ep=R) = ...                 # once: ranks that exchange rows know their counts
     %n.counted = fetch(%n.all, most=64)
-    %s.lined: f32[1,64,16] of [4,64,16] (ep=S0) = line_up_rows(%x, %ids, %n)
+    %s.lined: f32[1,64,16] of [4,64,16] (ep=S0) = line_up_rows(%x, %ids, %n, %ids.places)
     %s: f32[<=64:%n.counted,16] = pack_rows(%s.lined, %n.counted)
     %r: f32[<=256:%n.counted,16] = alloc(%n.counted)
     %c0 = post alltoall(%s) -> %r ... counts=%n.counted
+
+Ranks of experts put rows in the order of these where they arrive, and back before they send them:
+
+    %r.by_part: f32[<=256:%n.counted,16] = alloc(%n.counted)
+    %c0 = post alltoall(%s) -> %r.by_part ... counts=%n.counted
+    %r: f32[<=256:%n.counted,16] = rows_to_experts(%r.by_part, %r.n)
 
 Where the host is not to know the counts, `%n.counted` is what ranks that exchange rows know, in the
 memory of their devices, and they send blocks of as many rows as one may have for another:
@@ -32,7 +38,7 @@ from mdfuse.hir.emit.sets import Emitter, emit_steps, local
 from mdfuse.hir.program import BufferType, Instruction
 from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
 from mdfuse.layouts.layout import Layout, Shard
-from mdfuse.passes.count_rows import way
+from mdfuse.passes.count_rows import lie_by_expert, way
 
 
 def emit_fetches(out: Emitter, names: Mapping[str, str]) -> None:
@@ -164,12 +170,38 @@ def _emit_set(out: Emitter, expr: Expr, after: Layout | None) -> None:
         _reshard(out, expr, operand, after, expr.output)
     elif after.split_axes(1):
         current = operand if before == parts else _reshard(out, expr, operand, parts, "")
-        exchange(out, expr, current, axis, (0, 1), after, expr.output)
+        is_turned = lie_by_expert(after, out.types[operand].shape)
+        name = _name(out, f"{expr.output}.by_part") if is_turned else expr.output
+        exchange(out, expr, current, axis, (0, 1), after, name)
+        if is_turned:
+            _turn(out, expr, "rows_to_experts", name, expr.output)
     else:
+        if lie_by_expert(before, out.types[operand].shape):
+            name = _name(out, f"{operand}.by_part")
+            operand = _turn(out, expr, "rows_to_parts", operand, name)
         name = expr.output if after == parts else _name(out, f"{expr.output}.parts")
         exchange(out, expr, operand, axis, (1, 0), parts, name)
         if after != parts:
             _reshard(out, expr, name, after, expr.output)
+
+
+def _turn(out: Emitter, expr: Expr, op: str, operand: str, name: str) -> str:
+    """Put the rows of experts in another order, by the counts of these; return the name."""
+    kind = out.types[operand]
+    assert kind.counts is not None
+    held = _held(out, kind.counts.removesuffix(counted("")))
+    (known, shape), of = (out.types[held].placed, out.types[held].shape), dict(kind.placed.splits)
+    order: dict[int, tuple[str, ...]] = {d: of[d] for d in (0, 1) if d in of}
+    splits = {a: Shard(d) for d, axes in order.items() for a in axes}
+    layout, n = Layout(known.mesh, splits, order, known.stream), held
+    if layout != known:
+        n = _name(out, f"{name}.n")
+        cut = Expr(op="set", inputs=(held,), outputs=(n,), source=expr.source)
+        n = emit_steps(out, cut, held, known, layout, shape, n)
+    out.types[name] = kind
+    turn = Expr(op=op, inputs=(operand, n), outputs=(name,), source=expr.source)
+    out.code.append(local(turn))
+    return name
 
 
 def _exchange(

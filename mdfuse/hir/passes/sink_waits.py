@@ -6,10 +6,11 @@
     %d = matmul(%x, %w)                             %v = permute(%b, dims=[1,0])
     %e = add(%v, %d)                                %e = add(%v, %d)
 
-Views of what arrives, and pointwise work on it, go with the wait: a gradient that is cast once it
-is reduced is not waited for before somebody reads it. Posts keep their order, which is the same on
-all ranks. A wait stays in its block: an iteration of a loop ends with all its posts done. It stands
-before what writes where the post reads, as an output does that is written into an input.
+Views of what arrives, rows that go to the order of their experts, and pointwise work on it go with
+the wait: a gradient that is cast once it is reduced is not waited for before somebody reads it.
+Posts keep their order, which is the same on all ranks. A wait stays in its block: an iteration of a
+loop ends with all its posts done. It stands before what writes where the post reads, as an output
+does that is written into an input.
 """
 
 from __future__ import annotations
@@ -93,4 +94,5 @@ def _is_idle(deferred: _Deferred) -> bool:
 def _may_wait(i: Instruction) -> bool:
     """Return whether an instruction goes with a wait: a view, or work that costs little."""
     row, op = row_of(i), op_of(i)
-    return reads_nothing(i) or (row is not None and op is not None and op.is_elementwise)
+    is_elementwise = row is not None and op is not None and op.is_elementwise
+    return reads_nothing(i) or is_elementwise or i.fn == "rows_to_experts"

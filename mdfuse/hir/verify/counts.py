@@ -13,7 +13,7 @@ say how many rows there are, and nothing else: no extent, index, loop, branch, p
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -25,6 +25,7 @@ from mdfuse.extents.expressions import terms
 from mdfuse.hir.counted_rows import group_size, is_counted, is_grouped, is_held
 from mdfuse.hir.instructions import BLOCKS, POSTS, op_of, received
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
+from mdfuse.hir.verify import row_orders
 from mdfuse.hir.verify.error_report import wrong
 from mdfuse.hir.verify.result_layouts import chunk_of, is_alike, plain
 from mdfuse.layouts.layout import Replicate, Shard
@@ -39,13 +40,16 @@ _TAKES = {"alloc": 0, "pack_rows": 1, "unpack_rows": 1, "post": 2}
 #: Rows of the op table that know counted rows, besides those that work element by element.
 _BY_ROWS = (
     "set", "linear", "rows_mm", "rows_mm_grad", "sum_of_rows", "spread_rows", "mask_rows", "slice",
-    "cat", "detach", "sum", "slice_grad",
+    "cat", "detach", "sum", "slice_grad", "rows_to_experts", "rows_to_parts",
 )  # fmt: skip
 #: Those of them that take counts, too, or make what has no rows.
-_WITH_COUNTS = ("rows_mm", "rows_mm_grad", "sum_of_rows", "spread_rows", "mask_rows")
+_WITH_COUNTS = (
+    "rows_mm", "rows_mm_grad", "sum_of_rows", "spread_rows", "mask_rows", *row_orders.TURNS,
+)  # fmt: skip
 
 #: Those that read ids as their second operand.
 _OF_IDS = ("line_up_rows", "put_back_rows")
+_CUTS = ("group_rows", "ungroup_rows")
 #: Those that may state a capacity, which a fetch of their counts before them refuses to exceed.
 _GROUPS = ("group_rows", "line_up_rows")
 
@@ -85,7 +89,7 @@ class _Counts:
     makers: _Uses
     readers: _Uses
 
-    def check(self, every: Iterable[Instruction]) -> None:
+    def check(self, every: Sequence[Instruction]) -> None:
         program = self.program
         for name, kind in program.types.items():
             problem = self.kind_problem(kind) if kind.counts is not None else None
@@ -97,8 +101,10 @@ class _Counts:
                 what = f"%{name} is an input, an output or an alias"
                 raise self.wrong(None, what, "pack_rows and unpack_rows make one of the other")
         least: dict[_Origins, int] = {}
+        turned = row_orders.by_expert(every, self.is_counted)
         for i in every:
             problem = self.problem(i) or self.origin_problem(i) or self.capacity_problem(i, least)
+            problem = problem or row_orders.problem(i, turned, self.is_counted)
             if problem is not None:
                 raise self.wrong(i, problem)
             if i.op == "fetch" and "each" in i.kwargs:
@@ -209,9 +215,31 @@ class _Counts:
             return f"{i.fn or i.op} of rows by " + " and ".join(
                 f"%{x}" for x in sorted(map(str, by))
             )
+        if i.fn in _OF_IDS or i.fn in _CUTS:
+            return self.cut_problem(i) or (self.row_problem(i, rows) if rows else None)
         if i.op in _TAKES:
             return self.taking_problem(i, rows, bool(given)) or self.room_problem(i)
         return self.row_problem(i, rows) if rows else None
+
+    def cut_problem(self, i: Instruction) -> str | None:
+        """Return why tokens are cut into other parts than those whose rows are counted."""
+        for name, _, _ in self.origins(i.reads[2]):
+            for maker in self.makers.get(name, ()):
+                of = maker.kwargs.get("sizes")
+                if maker.fn == "counts" and of != i.kwargs.get("sizes"):
+                    stated = "as torch.chunk cuts them" if of is None else f"of {[*of]} tokens"
+                    return f"{i.fn} cuts tokens otherwise than %{name}, whose parts are {stated}"
+        return self.places_problem(i) if len(i.reads) > 3 else None
+
+    def places_problem(self, i: Instruction) -> str | None:
+        """Return why places are not those of the rows that an instruction puts there."""
+        ids, n, at = i.reads[1:]
+        makers = [j for name, _, _ in self.origins(at) for j in self.makers.get(name, ())]
+        of = [tuple(map(self.origins, j.reads)) for j in makers if j.fn == "row_places"]
+        if len(of) != len(makers) or of != [(self.origins(ids), self.origins(n))]:
+            return f"%{at} are not the row_places of %{ids} by %{n}"
+        is_cut = makers[0].kwargs.get("sizes") == i.kwargs.get("sizes")
+        return None if is_cut else f"%{at} are places in other parts"
 
     def taking_problem(self, i: Instruction, rows: list[str], is_given: bool) -> str | None:
         if bool(rows) == is_given:
@@ -303,7 +331,8 @@ class _Counts:
         for j in (i, *makers, *readers):
             # Ids may have the shape of counts, which are behind them; units are walked, too.
             is_call = j.fn and j.op != "launch"
-            for x in j.reads[2 if j.fn in _OF_IDS else 0 :] if is_call else ():
+            which = slice(2, 3) if j.fn in _OF_IDS else slice(None)
+            for x in j.reads[which] if is_call else ():
                 kind = self.program.types.get(x)
                 if kind is not None and kind.shape == shape and not kind.dtype.is_floating_point:
                     yield x

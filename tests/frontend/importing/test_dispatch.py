@@ -3,61 +3,27 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import transformers
+from helpers.expert_models import MODELS, SIZES, ids, inside_experts, module_of
 from torch import Tensor, nn
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Shard
 from mdfuse.hir.instructions import counts_of
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "intermediate_size": 8, "max_position_embeddings": 32,
-    "num_experts_per_tok": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4}
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "GPT-OSS": lambda: transformers.GptOssForCausalLM(
-        transformers.GptOssConfig(**SIZES, num_local_experts=4, head_dim=8)
-    ),
-    "Qwen3-MoE": lambda: transformers.Qwen3MoeForCausalLM(
-        transformers.Qwen3MoeConfig(**SIZES, head_dim=8, moe_intermediate_size=8, num_experts=5)
-    ),
-    "Mixtral": lambda: transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(**SIZES, num_local_experts=4)
-    ),
-    "OLMoE": lambda: transformers.OlmoeForCausalLM(
-        transformers.OlmoeConfig(**SIZES, num_experts=4)
-    ),
-    "DeepSeek-V3": lambda: transformers.DeepseekV3ForCausalLM(
-        transformers.DeepseekV3Config(
-            **SIZES, **LATENT, v_head_dim=8, moe_intermediate_size=8, n_routed_experts=4,
-            n_group=2, topk_group=1, first_k_dense_replace=0, n_shared_experts=1,
-        )
-    ),
-    "Llama 4": lambda: transformers.Llama4ForCausalLM(
-        transformers.Llama4TextConfig(
-            **SIZES, head_dim=8, intermediate_size_mlp=8, num_local_experts=4,
-            interleave_moe_layer_step=1, attn_temperature_tuning=False,
-        )
-    ),
-}  # fmt: skip
 DEVICE = mf.Options(counts="device")
 EP, SPLIT = DeviceMesh.arange(ep=2), {"ep": Shard(0)}
-IDS = torch.randint(3, 32, (4, 6), generator=torch.Generator().manual_seed(1))
+IDS = ids()
 
 
 def imported(
     name: str, mesh: DeviceMesh, tokens: dict[str, Any], **how: Any
 ) -> tuple[nn.Module, Any]:
-    torch.manual_seed(0)
-    module = MODELS[name]().eval()
+    module = module_of(name)
     layouts = {"*.experts.*": SPLIT, "input:*": tokens}
     kwargs = {"input_ids": IDS, "use_cache": False}
     return module, mf.from_torch(module, (), kwargs, mesh=mesh, layouts=layouts, **how)
@@ -152,6 +118,43 @@ def test_rows_stay_where_ranks_have_all_tokens(name: str) -> None:
     assert not any(i.op == "fetch" for i in program.host.walk())
 
 
+@pytest.mark.parametrize("counts", ["host", "device"])
+@pytest.mark.parametrize(
+    "axes", [{"ep": 2, "tp": 2}, {"tp": 3, "ep": 2}, {"dp": 2, "ep": 2, "tp": 2}]
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_matrices_are_split_inside_experts(name: str, axes: dict[str, int], counts: Any) -> None:
+    """Rows go as they are counted, and the sum over tp follows their way back."""
+    mesh = DeviceMesh.arange(**axes)
+    tokens = {a: Shard(0) for a in axes if a != "tp"}
+    module, layouts = module_of(name), {**inside_experts(name), "input:*": tokens}
+    kwargs = {"input_ids": IDS, "use_cache": False}
+    model = mf.from_torch(module, (), kwargs, mesh=mesh, layouts=layouts)
+    program = check_step(module, model, mf.Options(counts=counts))
+    if name != "GPT-OSS":
+        assert " are dense" not in program.explain()
+        assert way_of(program) == ((4, 1) if counts == "host" else (0, 0))
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "positions", "go"),
+    [("Llama 4", 5, 1, True), ("Llama 4", 5, 2, False), ("Mixtral", 5, 2, False)],
+)
+def test_rows_of_an_uneven_batch(name: str, rows: int, positions: int, go: bool) -> None:
+    """Rows of one token go to their experts; of several tokens they stay, and reports say so."""
+    module, kwargs = module_of(name), {"input_ids": ids(rows, positions), "use_cache": False}
+    layouts = {"*.experts.*": SPLIT, "input:*": SPLIT}
+    model = mf.from_torch(module, (), kwargs, mesh=EP, layouts=layouts)
+    program = model.compile()
+    assert way_of(program) == ((2, 1) if go else (0, 0))
+    said = "rows stay, and ranks compute those of their experts among all tokens"
+    assert (said in model.report()) == (said in program.explain()) == (not go)
+    (logits,) = mf.simulate(program, [*model.load(), kwargs["input_ids"]]).outputs
+    with torch.no_grad():
+        wanted = module(**kwargs).logits
+    torch.testing.assert_close(logits, wanted, rtol=1e-3, atol=1e-5)
+
+
 #: name -> mesh, how it splits the tokens, options of the step.
 MICROBATCHES: dict[str, tuple[str, DeviceMesh, dict[str, Any], dict[str, Any]]] = {
     "ep": ("Mixtral", EP, SPLIT, {"microbatches": 2}),
@@ -182,8 +185,7 @@ def test_rows_of_microbatches_beside_other_axes(name: str) -> None:
 def test_rows_in_stages(schedule: str | None, counts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two stages on two ranks each, which split the experts and the tokens of their layers."""
     monkeypatch.setitem(SIZES, "num_hidden_layers", 2)
-    torch.manual_seed(0)
-    module = MODELS["Mixtral"]().eval()
+    module = module_of("Mixtral")
     layouts = {"*.experts.*": SPLIT, "input:*": SPLIT}
     kwargs = {"input_ids": IDS, "use_cache": False}
     stages = [DeviceMesh(ranks, axes=["ep"]) for ranks in ([0, 1], [2, 3])]
@@ -261,8 +263,7 @@ def test_a_capacity_of_no_rows_is_reported() -> None:
 
 def test_dense_rows_are_reported() -> None:
     """Every second column is a gate, so that ranks of tp bring columns together at the experts."""
-    torch.manual_seed(0)
-    module, mesh = MODELS["GPT-OSS"]().eval(), DeviceMesh.arange(ep=2, tp=2)
+    module, mesh = module_of("GPT-OSS"), DeviceMesh.arange(ep=2, tp=2)
     layouts = {
         "*.experts.*": SPLIT,
         "*.experts.gate_up_proj": SPLIT | {"tp": Shard(2)},

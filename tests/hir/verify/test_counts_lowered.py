@@ -29,10 +29,12 @@ def text(capacity: int | None = None) -> str:
             y = fd.ops.set(fd.ops.grouped_mm(r, up)).on(mesh, SPLIT)
             fd.add_output(fd.ops.ungroup_rows(y, ids))
     shown = [line.split("  #")[0].rstrip() for line in str(mf.compile(fd)).splitlines()]
-    lines = [line for line in shown if not line.startswith("  free")]
+    lines = [
+        x.replace("    %", "  %") for x in shown if not x.startswith(("  free", "  launch", "  }"))
+    ]
     at = next(n for n, line in enumerate(lines) if line.startswith("  %n_1: i64"))
     first = next(n for n, line in enumerate(lines) if line.startswith("  %n.counted"))
-    lines[at : at + 5], counted = [], lines[at : at + 5]
+    lines[at : at + 6], counted = [], lines[at : at + 6]
     return "\n".join((*lines[: first + 1], *counted, *lines[first + 1 :]))
 
 
@@ -59,8 +61,13 @@ BROKEN: dict[str, tuple[str, str]] = {
         "  wait %c0\n" + FETCH + "%n.all, most=8)",
         FETCH + "%n.all, most=8)\n  wait %c0"),
     "counts that are written again": ("  %t.lined:", "  %n = add(%n, 1)\n  %t.lined:"),
-    "rows lined up by others": ("line_up_rows(%x, %ids, %n)", "line_up_rows(%x, %ids, %n_1)"),
-    "rows put back by others": ("(%y.lined, %ids, %n)", "(%y.lined, %ids, %n_1)"),
+    "rows lined up by others": ("row_places(%ids, %n)", "row_places(%ids, %n_1)"),
+    "rows lined up in other parts": (
+        "row_places(%ids, %n)", "row_places(%ids, %n, sizes=[4,4])"),
+    "rows put back in other parts": (
+        "(%y.lined, %ids, %n, %ids.places)", "(%y.lined, %ids, %n, %ids.places, sizes=[5,3])"),
+    "rows put back by others": ("(%y.lined, %ids, %n,", "(%y.lined, %ids, %n_1,"),
+    "places of others": ("(%y.lined, %ids, %n, %ids", "(%y.lined, %ids, %n, %jds"),
     "rows unpacked by others": ("rows(%y, %n.counted)", "rows(%y, %n_1.counted)"),
     "rows multiplied by others": ("= narrow(%n.all)", "= narrow(%n_1.all)"),
     "a buffer by others": (BACK, BACK.replace("(%n.", "(%n_1.")),
