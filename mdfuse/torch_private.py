@@ -285,20 +285,13 @@ def has_grouped_kernel(rows: Sequence[Tensor], matrices: Sequence[Tensor] = ()) 
     It does so in bf16, where rows of memory begin at whole 16 bytes; else it loops on the host.
 
     Args:
-        rows: operands that are in new memory, or come from `aligned_rows`: strides do not count.
+        rows: operands that are gathered into new memory first, so that their strides do not count.
         matrices: operands that are passed with their strides.
     """
     return (
         all(x.is_cuda and x.dtype == torch.bfloat16 for x in (*rows, *matrices))
         and all(x.shape[-1] % 8 == 0 for x in rows)
         and all(map(_is_aligned, matrices))
-    )
-
-
-def aligned_rows(x: Tensor) -> Tensor:
-    """Return rows [t,k] as `grouped_mm` takes them: in new memory where theirs is otherwise."""
-    return (
-        x if _is_aligned(x) and x.stride(1) == 1 else x.clone(memory_format=torch.contiguous_format)
     )
 
 

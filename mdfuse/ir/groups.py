@@ -16,7 +16,6 @@ from torch import Tensor
 from mdfuse import torch_private
 from mdfuse.ir.dims import DimMap, Shape, Shapes
 from mdfuse.ir.local_attributes import ExprPart
-from mdfuse.torch_private import aligned_rows
 
 Attrs = Mapping[str, Any]
 Part = tuple[int, int, int]
@@ -39,8 +38,6 @@ def multiply(
         part: (first, behind the last, all) of the groups that the weight has; None: all.
     """
     if weight.numel() and x.numel() and torch_private.has_grouped_kernel([x], [weight]):
-        if rows is None and part is None:  # groups begin with the first row
-            return _zeroed(torch_private.grouped_mm(aligned_rows(x), weight, ends.int()), ends[-1])
         return _by_kernel(x, weight, *_spans(x, weight.shape[0], ends, rows, part))
     result = x.new_zeros((x.shape[0], weight.shape[2]))
     for i, (a, b, mask) in enumerate(_groups(x, weight.shape[0], ends, rows, part)):
@@ -63,8 +60,6 @@ def multiply_grad(
     """Return the gradient of the weight [e,k,n]: for each group the product of its rows."""
     count = shape[0] if part is None else part[1] - part[0]
     if count and x.numel() and ct.numel() and torch_private.has_grouped_kernel([x, ct]):
-        if rows is None and part is None:
-            return torch_private.grouped_mm(aligned_rows(x).T, aligned_rows(ct), ends.int())
         starts, own_ends = _spans(x, count, ends, rows, part)
         places = _from(starts[0], x.shape[0])
         return torch_private.grouped_mm(x[places].T, ct[places], (own_ends - starts[0]).int())
@@ -80,16 +75,13 @@ def _by_kernel(x: Tensor, weight: Tensor, starts: Tensor, ends: Tensor) -> Tenso
 
     What it leaves behind the last one is not written.
     """
-    places = _from(starts[0], x.shape[0])
+    t = x.shape[0]
+    places = _from(starts[0], t)
     ends = ends - starts[0]
-    products = _zeroed(torch_private.grouped_mm(x[places], weight, ends.int()), ends[-1])
+    products = torch_private.grouped_mm(x[places], weight, ends.int())
+    is_written = torch.arange(t, device=x.device) < ends[-1]
+    products = torch.where(is_written.unsqueeze(1), products, 0)
     return torch.empty_like(products).index_copy_(0, places, products)
-
-
-def _zeroed(products: Tensor, end: Tensor) -> Tensor:
-    """Return products with zeros in the rows behind the last group."""
-    is_written = torch.arange(products.shape[0], device=products.device) < end
-    return torch.where(is_written.unsqueeze(1), products, 0)
 
 
 def _from(start: Tensor, t: int) -> Tensor:

@@ -156,12 +156,9 @@ def put_back(
 
 def _put(x: Tensor, ids: Tensor, at: Tensor, places: Shape) -> Tensor:
     """Put the row of each choice of each token at its place; one behind the last is dropped."""
-    count, rows = ids.shape[0] * choices(ids.shape), x.flatten(0, -2)
-    of = torch.arange(count, device=x.device)
-    if x.ndim == 2:
-        of = of.div(choices(ids.shape), rounding_mode="floor")
-    taken = of.new_full((math.prod(places) + 1,), rows.shape[0]).index_copy_(0, at, of)[:-1]
-    return torch.cat([rows, rows.new_zeros((1, x.shape[-1]))])[taken].view(*places, x.shape[-1])
+    each = x if x.ndim == 3 else x.unsqueeze(1).expand(-1, choices(ids.shape), -1)
+    flat = x.new_zeros((math.prod(places) + 1, x.shape[-1]))
+    return flat.index_copy_(0, at, each.flatten(0, 1))[:-1].view(*places, x.shape[-1])
 
 
 def _taken(y: Tensor, ids: Tensor, at: Tensor) -> Tensor:
