@@ -6,6 +6,7 @@ are on the disk: at any moment it leads to a whole checkpoint, whenever the job 
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -67,7 +68,15 @@ def _checked(act: Callable[[Path, int], None]) -> Callable[[Path, int], None]:
 
 @_checked
 def make_room(folder: Path, keep: int) -> None:
-    """Remove a checkpoint of this name that never became the newest, or is so no more."""
+    """Remove a checkpoint of this name that never became the newest, or is so no more.
+
+    Where the link cannot be made, that is said before anything is written.
+    """
+    link = folder.parent / NAME
+    if link.exists() and not link.is_symlink():
+        raise FileExistsError(
+            errno.EEXIST, "it is no link, and would be replaced by one", f"{link}"
+        )
     if _is_whole(folder) and _target(folder.parent) != folder.name:
         _remove(folder)
 

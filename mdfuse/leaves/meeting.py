@@ -140,10 +140,13 @@ class LeafMeeting:
         terms = {(n, n + 1): flat(x) for n, x in numbered.items()}
         one = next(iter(terms.values()))
         size = one.numel()
+        others = [rank for rank in self.ranks if rank != self.rank]
+        if call.kind == "Allreduce" and not others:
+            self._sum_up((0, size), terms)
+            return
         held = {rank: tree.subtrees(self._terms_of(rank), count) for rank in self.ranks}
         local = {span: tree.reduced(op, span, terms, compiles) for span in held[self.rank]}
         wanted = {rank: self._ranges(rank, size) for rank in self.ranks}
-        others = [rank for rank in self.ranks if rank != self.rank]
         sent = {r: [x[a:b] for x in local.values() for a, b in wanted[r]] for r in others}
         arrived = {
             r: {
@@ -159,33 +162,46 @@ class LeafMeeting:
         for n, (a, b) in enumerate(wanted[self.rank]):
             known = {span: x[a:b] for span, x in local.items()}
             known |= {span: xs[n] for r in others for span, xs in arrived[r].items()}
-            results.append(((a, b), tree.total(op, count, known, compiles)))
-        yield from self._given_out(results, wanted, size)
+            if call.kind == "Allreduce":
+                self._sum_up((a, b), known)
+            else:
+                results.append(((a, b), tree.total(op, count, known, compiles)))
+        if call.kind == "Allreduce":
+            yield from self._given_out(wanted, size)
+        else:
+            self._write(results, size)
 
-    def _given_out(
-        self,
-        results: Sequence[tuple[Range, Tensor]],
-        wanted: Mapping[int, Sequence[Range]],
-        size: int,
-    ) -> Rounds:
-        """Write the sums into the buffers of this rank's leaves; others send what they added."""
-        call = self.call
-        if call.kind != "Allreduce":
-            block = size // len(call.team)
-            for leaf, post in self.posts.items():
-                at = call.team.index(leaf) * block if call.kind == "ReduceScatter" else 0
-                for (start, _), x in results:
-                    if post.dsts and start == at:
-                        flat(post.dsts[0]).copy_(x)
-            return
-        dsts = _distinct(flat(post.dsts[0]) for post in self.posts.values())
-        for dst in dsts:
-            for (a, b), x in results:
-                dst[a:b].copy_(x)
+    def _sum_up(self, at: Range, known: Mapping[tree.Span, Tensor]) -> None:
+        """Write a range of elements of all terms together into the buffers of this rank's leaves.
+
+        There is one range of each rank, so that no term is read behind this.
+        """
+        (a, b), call = at, self.call
+        assert call.reduce_op is not None
+        first, *others = (dst[a:b] for dst in self._dsts)
+        tree.write(first, call.reduce_op, len(call.team), known, self.compiles)
+        for dst in others:
+            dst.copy_(first)
+
+    @cached_property
+    def _dsts(self) -> list[Tensor]:
+        return _distinct(flat(post.dsts[0]) for post in self.posts.values())
+
+    def _write(self, results: Sequence[tuple[Range, Tensor]], size: int) -> None:
+        """Write what this rank added up into the buffers of its leaves."""
+        call, block = self.call, size // len(self.call.team)
+        for leaf, post in self.posts.items():
+            at = call.team.index(leaf) * block if call.kind == "ReduceScatter" else 0
+            for (start, _), x in results:
+                if post.dsts and start == at:
+                    flat(post.dsts[0]).copy_(x)
+
+    def _given_out(self, wanted: Mapping[int, Sequence[Range]], size: int) -> Rounds:
+        """Let the others have what this rank added up, and take what they did."""
         if all([*ranges] == [(0, size)] for ranges in wanted.values()):
             return
-        others = [rank for rank in self.ranks if rank != self.rank]
-        mine = [dsts[0][a:b] for (a, b), _ in results]
+        dsts, others = self._dsts, [rank for rank in self.ranks if rank != self.rank]
+        mine = [dsts[0][a:b] for a, b in wanted[self.rank]]
         theirs = {r: [dsts[0][a:b] for a, b in wanted[r]] for r in others}
         yield self._parcels(dict.fromkeys(others, mine), theirs)
         for dst in dsts[1:]:

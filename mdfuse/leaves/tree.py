@@ -28,6 +28,9 @@ _SUMS = ("sum", "avg")
 #: Bytes from which on a GPU adds all values of a subtree in one kernel.
 _LARGE = 1 << 20
 
+#: Bytes to which kernels expect what they write to be aligned.
+_ALIGNED = 16
+
 
 def halves(span: Span) -> tuple[Span, Span]:
     """Return the subtrees of a subtree of several terms: the first one is full.
@@ -65,9 +68,7 @@ def reduced(op: str, span: Span, known: Mapping[Span, Tensor], compiles: bool = 
         known: subtrees -> their values, in any dtype; all single terms at least.
         compiles: whether a GPU may add large values in one compiled kernel.
     """
-    used: list[Span] = []
-    nest = _nest(span, known, used)
-    values = [known[of] for of in used]
+    nest, values = _known(span, known)
     if nest == 0:
         return values[0]
     # The larger of 0.0 and -0.0 is either in a kernel, so other reductions are left to the calls.
@@ -78,6 +79,13 @@ def reduced(op: str, span: Span, known: Mapping[Span, Tensor], compiles: bool = 
 
 def _is_large(x: Tensor) -> bool:
     return x.is_cuda and x.nbytes >= _LARGE
+
+
+def _known(span: Span, known: Mapping[Span, Tensor]) -> tuple[Nest, list[Tensor]]:
+    """Return a subtree as pairs of pairs, and the values that it names."""
+    used: list[Span] = []
+    nest = _nest(span, known, used)
+    return nest, [known[of] for of in used]
 
 
 def _nest(span: Span, known: Mapping[Span, Tensor], used: list[Span]) -> Nest:
@@ -105,8 +113,24 @@ def _fused(op: str, nest: Nest, forms: tuple[Form, ...]) -> Callable[..., list[T
     def every(*values: Tensor) -> list[Tensor]:
         return [_reduced(op, nest, values)]
 
-    tally, key = Tally(), ("tree", op, nest)
-    kernel = known_function(key, forms, tally) or traced(key, forms, every)
+    return _kernel(("tree", op, nest), forms, every)
+
+
+def _fused_into(nest: Nest, forms: tuple[Form, ...]) -> Callable[..., list[Tensor]] | None:
+    """Return one kernel that writes a sum into its first argument, rounded there; see `_fused`."""
+
+    def every(out: Tensor, *values: Tensor) -> list[Tensor]:
+        out.copy_(_reduced("sum", nest, values))
+        return []
+
+    return _kernel(("tree into", nest), forms, every)
+
+
+def _kernel(
+    key: tuple[object, ...], forms: tuple[Form, ...], calls: Callable[..., list[Tensor]]
+) -> Callable[..., list[Tensor]] | None:
+    tally = Tally()
+    kernel = known_function(key, forms, tally) or traced(key, forms, calls)
     complete([kernel], 0.0, False, tally)
     return kernel.function
 
@@ -115,6 +139,31 @@ def total(op: str, count: int, known: Mapping[Span, Tensor], compiles: bool = Fa
     """Return a tree reduced, in the working dtype; an average is divided once, at the end."""
     whole = term(reduced(op, (0, count), known, compiles))
     return whole / count if op == "avg" else whole
+
+
+def write(
+    out: Tensor, op: str, count: int, known: Mapping[Span, Tensor], compiles: bool = False
+) -> None:
+    """Write a tree reduced into a tensor, in whose dtype it is rounded.
+
+    A large sum on a GPU is written by the kernel that adds: nothing of it lies in memory in f32.
+    The division of an average is left to the call, which multiplies by the inverse there.
+    """
+    nest, values = _known((0, count), known)
+    every = [out, *values]
+    is_fused = compiles and op == "sum" and nest != 0 and all(map(_is_large, every))
+    is_fused = is_fused and _is_apart(out, values)
+    fused = _fused_into(nest, tuple(map(form_of, every))) if is_fused else None
+    if fused is None:
+        out.copy_(total(op, count, known, compiles))
+    else:
+        fused(*every)
+
+
+def _is_apart(out: Tensor, values: Sequence[Tensor]) -> bool:
+    """Return whether a kernel may write a tensor: no term lies there, and it lies as a new one."""
+    held = {x.untyped_storage().data_ptr() for x in values}
+    return out.untyped_storage().data_ptr() not in held and out.data_ptr() % _ALIGNED == 0
 
 
 def term(x: Tensor) -> Tensor:

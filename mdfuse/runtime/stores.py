@@ -7,6 +7,7 @@ import ipaddress
 import os
 import socket
 import struct
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,6 +26,9 @@ from mdfuse.torch_private import HashStore, Store, TCPStore, default_store
 
 #: Linux's request for the address of an interface (netdevice(7)).
 _SIOCGIFADDR = 0x8915
+
+#: Between two looks whether the store's host has come, seconds.
+_PAUSE_S = 0.1
 
 
 def open_store(
@@ -211,8 +215,27 @@ def _address(launch: Launch, environment: Mapping[str, str], why: str = "") -> t
 
 
 def _client(meeting: Meeting, host: str, port: int) -> TCPStore:
+    """Open the store that another rank keeps; that may come later.
+
+    torch doubles its pauses, so that it would come up to half as late again as the host.
+    """
+    while _is_refused(host, port):
+        if not meeting.deadline.left():
+            raise RuntimeError(f"nobody listens at {host}:{port}")
+        time.sleep(_PAUSE_S)
     timeout = meeting.deadline.left_for_store()
     return TCPStore(host, port, meeting.launch.size, False, timeout, wait_for_workers=False)
+
+
+def _is_refused(host: str, port: int) -> bool:
+    """Return whether nobody listens at an address yet."""
+    try:
+        socket.create_connection((host, port), timeout=1.0).close()
+    except ConnectionRefusedError:
+        return True
+    except (OSError, UnicodeError):  # torch says what is wrong
+        return False
+    return False
 
 
 def _host_store(meeting: Meeting, host: str, port: int) -> TCPStore:

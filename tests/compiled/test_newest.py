@@ -6,7 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
+import mdfuse as mf
 from mdfuse import ProgramError
 from mdfuse.compiled import newest
 
@@ -69,3 +71,20 @@ def test_a_link_that_cannot_be_made(tmp_path: Path) -> None:
     with pytest.raises(ProgramError, match="cannot be kept in order"):
         newest.point(whole(tmp_path / "step-1"), 1)
     assert (tmp_path / "step-1" / ".metadata").exists()
+
+
+def test_a_folder_in_the_place_of_the_link_is_said_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "newest").mkdir()
+    step = mf.Step(counting(), {"n": torch.zeros(2)})
+    with pytest.raises(ProgramError, match="it is no link, and would be replaced by one"):
+        step.save(tmp_path / "step-1", portable=True, keep=2)
+    assert [x.name for x in tmp_path.iterdir()] == ["newest"]
+
+
+def counting() -> mf.Program:
+    with mf.FusionDefinition("count") as fd:
+        n = fd.define_tensor([2], name="n", mesh=mf.DeviceMesh.arange(dp=1))
+        fd.add_output(n + 1, reuse=n)
+    return mf.compile(fd)

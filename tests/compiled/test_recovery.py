@@ -20,7 +20,7 @@ from mdfuse.compiled.recovery import ValueAt, planned, renumbered
 #: Meshes, each with every set of ranks that it may lose.
 LOSSES = [
     (shape, lost)
-    for shape in ((1,), (2,), (4,), (2, 2), (2, 2, 2))
+    for shape in ((1,), (2,), (3,), (4,), (2, 2), (2, 3), (2, 2, 2))
     for n in range(1, torch.Size(shape).numel() + 1)
     for lost in combinations(range(torch.Size(shape).numel()), n)
 ]

@@ -1,13 +1,18 @@
-"""Ranks that are forks of this process, with a store that it keeps: they may die one by one."""
+"""Ranks that are forks of this process, which may die one by one, and a process with their store.
+
+A fork holds the lock on the memory of the process that it copies, so a store's thread in there
+answers nobody meanwhile: seconds for some ranks, on a busy machine. So the process that keeps the
+store forks nothing, and ranks begin once all are there, since their deadlines count from then on.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -19,6 +24,47 @@ from mdfuse.torch_private import TCPStore
 Act = Callable[[int, int], None]
 
 
+def keep_store() -> tuple[int, int]:
+    """Keep a store in a process that forks nothing; return the process and the port."""
+    (read, write), parent = os.pipe(), os.getpid()
+    keeper = os.fork()
+    if not keeper:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(write, str(store.port).encode())
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(0)
+    port = int(os.read(read, 16))
+    os.close(read)
+    os.close(write)
+    return keeper, port
+
+
+def end_store(keeper: int, parent: int) -> None:
+    """End the process that keeps a store; a fork of its parent leaves it alone."""
+    if os.getpid() == parent:
+        os.kill(keeper, signal.SIGKILL)
+        os.waitpid(keeper, 0)
+
+
+class Gate:
+    """Forks wait there until all of them have been made."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+
+    def wait(self) -> None:
+        """Wait, in a fork, until it is opened, or its parent has ended."""
+        os.close(self._write)
+        os.read(self._read, 1)
+        os.close(self._read)
+
+    def open(self) -> None:
+        """Let all forks go on."""
+        os.close(self._write)
+        os.close(self._read)
+
+
 class Forked:
     """Ranks of one world; each writes what it prints to a file of the folder."""
 
@@ -26,15 +72,14 @@ class Forked:
         communicator = live()
         if communicator is not None:
             communicator.close()  # a fork would take it for its own
-        listener = socket.create_server(("127.0.0.1", 0), backlog=128)
-        port = int(listener.getsockname()[1])
-        self._store = TCPStore(
-            "127.0.0.1", port, is_master=True, wait_for_workers=False,
-            multi_tenant=True, master_listen_fd=listener.detach(),
-        )  # fmt: skip
+        keeper, port = keep_store()
+        weakref.finalize(self, end_store, keeper, os.getpid())
         self._act, self._folder = act, folder
         self._environment = {**variables(count, port, {}), **environment}
+        self._gate: Gate | None = Gate()
         self.pids = {rank: self._begin(rank, 0) for rank in range(count)}
+        self._gate.open()
+        self._gate = None
 
     def begin_again(self, rank: int, place: int = 1) -> None:
         """Start a new process in the place of a rank, as `mdfuse launch --respawn` does."""
@@ -43,6 +88,8 @@ class Forked:
     def _begin(self, rank: int, place: int) -> int:
         pid = os.fork()
         if not pid:
+            if self._gate is not None:
+                self._gate.wait()
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             again = {"MDFUSE_RESPAWNED": str(place)} if place else {}
             self._become({**self._environment, **own, **again}, f"{rank}.{place}")

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint
 from torch import Tensor
-from torch.distributed import TCPStore
 
 import mdfuse as mf
 from helpers import leftovers
+from helpers.forked import Gate, end_store, keep_store
 
 STEPS, ROWS, SEED = 8, 24, 7
 #: kind -> the axes of its mesh, with the share of ranks of each but the first
@@ -302,11 +302,13 @@ def environment(job: Job, rank: int, port: int) -> dict[str, str]:
     }
 
 
-def fork(job: Job, number: int, port: int, is_new: bool = False) -> int:
+def fork(job: Job, number: int, port: int, is_new: bool = False, gate: Gate | None = None) -> int:
     """Return the process of a rank; its account is in the file `rankN.json`."""
     process = os.fork()
     if process:
         return process
+    if gate is not None:
+        gate.wait()
     os.environ.update(environment(job, number, port))
     out = os.open(f"out.{number}{'.new' * is_new}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(out, 1)
@@ -333,26 +335,14 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def keep_store() -> tuple[int, int]:
-    """Keep a store in a process that forks nothing; return the process and the port."""
-    read, write = os.pipe()
-    keeper = os.fork()
-    if not keeper:
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        os.write(write, str(store.port).encode())
-        signal.pause()
-    port = int(os.read(read, 16))
-    os.close(read)
-    os.close(write)
-    return keeper, port
-
-
 def run(job: Job, folder: Path) -> dict[str, Any]:
     """Run a job in a folder, and return the accounts of its ranks."""
     folder.mkdir(parents=True)
     os.chdir(folder)
     keeper, port = keep_store() if job.is_kept else (0, free_port())
-    left = {fork(job, number, port): number for number in range(job.ranks)}
+    gate = Gate()
+    left = {fork(job, number, port, gate=gate): number for number in range(job.ranks)}
+    gate.open()
     stopped = {f.rank for f in job.faults if f.deed == "stop"}
     statuses: dict[str, int | None] = {}
     deadline = time.monotonic() + 90
@@ -376,8 +366,7 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
         os.waitpid(process, 0)
         statuses[str(number)] = None
     if keeper:
-        os.kill(keeper, signal.SIGKILL)
-        os.waitpid(keeper, 0)
+        end_store(keeper, os.getpid())
     said = {
         p.stem.removeprefix("rank"): json.loads(p.read_text()) for p in folder.glob("rank*.json")
     }

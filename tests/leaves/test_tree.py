@@ -80,6 +80,32 @@ def test_one_kernel_has_the_bits_of_the_calls() -> None:
     assert torch.equal(tree.reduced("sum", (0, 5), terms), expected)
 
 
+def test_the_kernel_that_adds_writes_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of it is in memory in f32; a term that is written over is left to the calls."""
+    torch.manual_seed(0)
+    terms = {(n, n + 1): (torch.randn(1008) * 100.0 ** (n % 3)).bfloat16() for n in range(8)}
+    expected = by_hand("sum", [x.float() for x in terms.values()]).bfloat16()
+    monkeypatch.setattr(tree, "_is_large", lambda x: True)
+    monkeypatch.setattr(tree, "total", lambda *args: pytest.fail("a sum of its own"))
+    out = torch.full([1008], torch.nan, dtype=torch.bfloat16)
+    tree.write(out, "sum", 8, terms, compiles=True)
+    assert torch.equal(out, expected)
+    monkeypatch.undo()
+    monkeypatch.setattr(tree, "_is_large", lambda x: True)
+    monkeypatch.setattr(tree, "_fused_into", lambda *args: pytest.fail("a term is written over"))
+    tree.write(terms[0, 1], "sum", 8, terms, compiles=True)
+    assert torch.equal(terms[0, 1], expected)
+
+
+@pytest.mark.parametrize("op", ["avg", "max"])
+def test_other_reductions_are_written_by_calls(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    terms, out = {(n, n + 1): torch.randn(33) for n in range(4)}, torch.empty(33)
+    monkeypatch.setattr(tree, "_is_large", lambda x: x is out)
+    monkeypatch.setattr(tree, "_fused_into", lambda *args: pytest.fail("another rounding"))
+    tree.write(out, op, 4, terms, compiles=True)
+    assert torch.equal(out, tree.total(op, 4, terms))
+
+
 def test_terms_are_added_by_calls_unless_kernels_may_be_compiled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

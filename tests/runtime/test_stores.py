@@ -74,6 +74,27 @@ def test_the_store_of_bare_ranks_listens_on_their_address_alone(bare: dict[str, 
     assert open_store(ALONE, 20, bare)[0] is store, "until this process ends"
 
 
+def test_a_host_that_comes_late_is_waited_for_without_growing_pauses(
+    bare: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses = list[float]()
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            open_store(ALONE, 20, bare)
+
+    monkeypatch.setattr(stores.time, "sleep", pause)
+    store, is_host = open_store(replace(ALONE, rank=1, local_rank=1), 20, bare)
+    assert pauses == [stores._PAUSE_S] * 3 and not is_host
+    assert store.add("key", 2) == 2
+
+
+def test_a_host_that_never_comes(bare: dict[str, str]) -> None:
+    with pytest.raises(BackendError, match=f"nobody listens at 127.0.0.1:{bare['MASTER_PORT']}"):
+        open_store(replace(ALONE, rank=1, local_rank=1), 0.2, bare)
+
+
 def test_torch_may_keep_a_store_there_already(bare: dict[str, str]) -> None:
     port = int(bare["MASTER_PORT"])
     torchs = TCPStore("127.0.0.1", port, 2, True, multi_tenant=True, wait_for_workers=False)

@@ -17,11 +17,12 @@ proposed died meanwhile, the others meet again in the next epoch.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
 
 from mdfuse.errors import BackendError
 from mdfuse.interpreter.threads import within
@@ -31,11 +32,16 @@ from mdfuse.runtime.membership import Member, Membership
 if TYPE_CHECKING:
     from mdfuse.torch_private import Store
 
+_log = logging.getLogger("mdfuse.comm")
+
 #: Between two looks into the store, seconds.
 _PAUSE_S = 0.02
 
 #: How much longer than `settle_s` others wait for the lowest one's proposal, seconds.
 _GRACE_S = 1.0
+
+#: Between two lines about those that are waited for, seconds.
+_SAYS_S = 10.0
 
 #: How long the store may take to answer, seconds.
 _ANSWER_S = 5.0
@@ -59,31 +65,49 @@ class Excluded(Exception):
         self.epoch, self.members = epoch, tuple(members)
 
 
+class Heard(NamedTuple):
+    """The last word of a process.
+
+    Attributes:
+        beat: the number of times it has told its position.
+        at: the position, in words.
+    """
+
+    beat: int
+    at: str
+
+
 @dataclass(eq=False)
 class Pulse:
     """Tells which processes live: their watchdogs tell their positions again and again.
 
     Attributes:
-        beat_of: returns how often a process has told its position; None: it left, or is unknown.
+        heard_of: returns the last word of a process; None: it left, or is unknown.
         patience_s: for how long a process that lives may tell nothing.
         longest_s: how long those that live, but do not come, are waited for beyond `settle_s`.
     """
 
-    beat_of: Callable[[Member], int | None]
+    heard_of: Callable[[Member], Heard | None]
     patience_s: float
     longest_s: float
-    #: process -> its last beat, when it was new, and when it was last asked for
-    _known: dict[Member, tuple[int | None, float, float]] = field(default_factory=dict)
+    #: process -> its last word, when it was new, and when it was last asked for
+    _known: dict[Member, tuple[Heard | None, float, float]] = field(default_factory=dict)
 
     def is_alive(self, member: Member) -> bool:
         """Return whether a process has told a new position in the last `patience_s`."""
         now = time.monotonic()
-        beat, since, asked_at = self._known.get(member, (None, now, -inf))
+        heard, since, asked_at = self._known.get(member, (None, now, -inf))
         if now - asked_at > self.patience_s / 20:
-            new = self.beat_of(member)
-            beat, since = new, now if new != beat else since
-            self._known[member] = beat, since, time.monotonic()
-        return beat is not None and now - since < self.patience_s
+            new = self.heard_of(member)
+            is_new = (new and new.beat) != (heard and heard.beat)
+            heard, since = new, now if is_new else since
+            self._known[member] = heard, since, time.monotonic()
+        return heard is not None and now - since < self.patience_s
+
+    def at(self, member: Member) -> str:
+        """Return the position of a process that lives, in words."""
+        heard = self._known[member][0]
+        return "" if heard is None else heard.at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,19 +150,23 @@ class Electorate:
         asked(store.add, f"{epoch}/came", 1)
         everybody = sorted((*self.before, *self.newcomers))
         settled, late, before = Deadline.after(self.settle_s), NEVER, 0
+        quiet = Deadline.after(self.settle_s + _SAYS_S)
         longest = Deadline.after(self.settle_s + (self.pulse.longest_s if self.pulse else 0.0))
         while not asked(store.check, [key]):
             count = asked(store.add, f"{epoch}/came", 0)
             if count > before:  # who has just come may be the lowest, and waits as long
                 before, late = count, Deadline.after(self.settle_s + _GRACE_S)
-            is_awaited = self._is_awaited(epoch, settled, longest)
-            if count >= len(everybody) or not (settled.left() or is_awaited):
+            awaited = self._awaited(epoch, settled, longest)
+            if awaited and not quiet.left():
+                self._say(epoch, awaited, longest)
+                quiet = Deadline.after(_SAYS_S)
+            if count >= len(everybody) or not (settled.left() or awaited):
                 present = [m for m in everybody if self._is_here(epoch, m)]
                 if present and present[0] == self.me:
                     text = json.dumps(present)
                     asked(store.compare_set, key, "", text)
                     break
-            if not (late.left() or is_awaited) and not self._decide(epoch, _FAILED):
+            if not (late.left() or awaited) and not self._decide(epoch, _FAILED):
                 return None
             if self._outcome(epoch) == _FAILED:
                 return None
@@ -150,13 +178,25 @@ class Electorate:
             return None
         raise Excluded(epoch, members)
 
-    def _is_awaited(self, epoch: int, settled: Deadline, longest: Deadline) -> bool:
-        """Return whether a process that has not come lives, and may come yet."""
+    def _awaited(self, epoch: int, settled: Deadline, longest: Deadline) -> list[Member]:
+        """Return the processes that have not come, but live, and may come yet."""
         pulse = self.pulse
         if pulse is None or settled.left() > pulse.patience_s or not longest.left():
-            return False
+            return []
         absent = [m for m in self.before if m != self.me and not self._is_here(epoch, m)]
-        return any([pulse.is_alive(m) for m in absent])  # noqa: C419  all are listened to
+        return [m for m in absent if pulse.is_alive(m)]
+
+    def _say(self, epoch: int, awaited: Sequence[Member], longest: Deadline) -> None:
+        """Say who is waited for, on the lowest that has come."""
+        present = (m for m in sorted(self.before) if self._is_here(epoch, m))
+        if self.pulse is None or next(present, None) != self.me:
+            return
+        for member in awaited:
+            _log.warning(
+                "rank %d waits in rebuild for rank %d, which lives but does not come: it is at %s "
+                "(%.0f s at most; rebuild(settle_s=) excludes it sooner)",
+                self.me[0], member[0], self.pulse.at(member), longest.left(),
+            )  # fmt: skip
 
     def _is_here(self, epoch: int, member: Member) -> bool:
         return asked(self.store.check, [f"{epoch}/here/{_name(member)}"])

@@ -111,10 +111,10 @@ class Bulletin:
             self.is_lost = True
         return answers
 
-    def beat_of(self, rank: int) -> int | None:
-        """Return how often a rank has told its position; None: it left, or nothing is known."""
+    def position_of(self, rank: int) -> Position | None:
+        """Return the last position that a rank told; None: it left, or nothing is known."""
         at = self._read(rank)
-        return None if at is None or at.ended else at.beat
+        return None if at is None or at.ended else at
 
     @property
     def _patience_s(self) -> float:

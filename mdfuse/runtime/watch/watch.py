@@ -198,12 +198,12 @@ class Watch:
         """Let the ranks exchange their positions in this store from now on."""
         self._bulletin = Bulletin(store, self._rank, self._beat)
 
-    def beat_of(self, rank: int) -> int | None:
-        """Return how often a rank has told its position; None: it left, or nothing is known."""
-        answers: list[int | None] = [None]
+    def position_of(self, rank: int) -> Position | None:
+        """Return the last position that a rank told; None: it left, or nothing is known."""
+        answers: list[Position | None] = [None]
         bulletin = self._bulletin
         if bulletin is not None:
-            within(self._beat, lambda: answers.append(bulletin.beat_of(rank)))
+            within(self._beat, lambda: answers.append(bulletin.position_of(rank)))
         return answers[-1]
 
     def close(self) -> None:

@@ -8,16 +8,17 @@ import time
 import pytest
 from torch.distributed import HashStore
 
-from mdfuse.runtime.agreement.epochs import Electorate, Excluded, Pulse
+from mdfuse.runtime.agreement import epochs
+from mdfuse.runtime.agreement.epochs import Electorate, Excluded, Heard, Pulse
 from mdfuse.runtime.membership import Member
 
 FIRST, LATE, DEAD = MEMBERS = ((0, 0), (1, 0), (2, 0))
 SETTLE_S, PATIENCE_S = 0.4, 0.2
 
 
-def beat_of(member: Member) -> int | None:
+def heard_of(member: Member) -> Heard:
     """The last one told nothing since; the others tell a position each hundredth of a second."""
-    return 7 if member == DEAD else int(time.monotonic() * 100)
+    return Heard(7 if member == DEAD else int(time.monotonic() * 100), "train.py:12")
 
 
 def agreed(longest_s: float | None, late_s: float) -> dict[Member, tuple[Member, ...] | str]:
@@ -31,7 +32,7 @@ def agreed(longest_s: float | None, late_s: float) -> dict[Member, tuple[Member,
 
     def act(me: Member, wait_s: float) -> None:
         time.sleep(wait_s)
-        pulse = None if longest_s is None else Pulse(beat_of, PATIENCE_S, longest_s)
+        pulse = None if longest_s is None else Pulse(heard_of, PATIENCE_S, longest_s)
         electorate = Electorate(store=store, me=me, before=MEMBERS, settle_s=SETTLE_S, pulse=pulse)
         try:
             results[me] = electorate.agree(1).members
@@ -51,6 +52,16 @@ def test_who_is_late_and_alive_is_waited_for() -> None:
     assert agreed(longest_s=30.0, late_s=3 * SETTLE_S) == {FIRST: both, LATE: both}
 
 
+def test_the_lowest_says_who_is_waited_for_and_where_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Again and again: it may be in a loop of the user's that never ends."""
+    monkeypatch.setattr(epochs, "_SAYS_S", 0.2)
+    agreed(longest_s=30.0, late_s=4 * SETTLE_S)
+    said = "rank 0 waits in rebuild for rank 1, which lives but does not come: it is at train.py:12"
+    assert len(caplog.messages) >= 2 and all(x.startswith(said) for x in caplog.messages)
+
+
 @pytest.mark.parametrize("longest_s", [None, 0.2])
 def test_who_does_not_come_is_excluded(longest_s: float | None) -> None:
     """Where nobody knows that it lives, or it has lived for too long without coming."""
@@ -60,7 +71,7 @@ def test_who_does_not_come_is_excluded(longest_s: float | None) -> None:
 
 def test_a_process_lives_while_it_tells_new_positions() -> None:
     now = [5]
-    pulse = Pulse(lambda _: now[0], 0.1, 1.0)
+    pulse = Pulse(lambda _: Heard(now[0], ""), 0.1, 1.0)
     assert pulse.is_alive(LATE)  # nobody has listened for long yet
     time.sleep(0.12)
     assert not pulse.is_alive(LATE)
