@@ -369,11 +369,11 @@ def _held(plain: HostProgram, holds: Iterable[Hold], most: Callable[[Hold], floa
     seconds = defaultdict[int, float](float)
     for hold in holds:
         seconds[hold.rank] += most(hold)
-    most = defaultdict[tuple[bool, ...], float](float)
+    longest = defaultdict[tuple[bool, ...], float](float)
     for rank, held in seconds.items():
         group = tuple(rank in mesh.ranks for mesh in plain.meshes)
-        most[group] = max(held, most[group])
-    return sum(most.values())
+        longest[group] = max(held, longest[group])
+    return sum(longest.values())
 
 
 def _ahead(chooser: _Chooser, plain: Timed, holds: Iterable[Hold]) -> Timed:

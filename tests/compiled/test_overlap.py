@@ -544,6 +544,31 @@ def test_a_program_whose_windows_are_hidden_is_lowered_once(
     assert str(found) == str(mf.compile(fd, replace(options, overlap="never")))
 
 
+@pytest.mark.parametrize("is_ready", [False, True], ids=["computed", "ready"])
+def test_posts_that_could_not_be_made_sooner_are_not_tried_ahead(
+    is_ready: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each gather brings what was computed right before it, or weights that are there."""
+    costs = Costs(name="slow links", flops=1e6, bandwidth=1e9, links={LinkKey(): Link(0.0, 1e5)})
+    with mf.FusionDefinition("gathers") as fd:
+        x = fd.define_tensor([64, 8], mesh=LINE, layout={"tp": Shard(0)})
+        for _ in range(3):
+            w = fd.define_tensor([8, 8], mesh=LINE, layout={"tp": Shard(0)} if is_ready else {})
+            moved = fd.ops.set(w if is_ready else x.sin()).on(LINE, {})
+            y = x @ moved if is_ready else fd.ops.softmax(moved, 0) @ w
+            x = fd.ops.set(y.exp()).on(LINE, {"tp": Shard(0)})
+        fd.add_output(x)
+    monkeypatch.setattr("mdfuse.compiled.overlap.table_of", lambda _: (costs, 0.0, []))
+    rooms, real = list[object](), Emitted.program
+    monkeypatch.setattr(Emitted, "program", lambda *a: rooms.extend(a[1:]) or real(*a))
+    plain = emitted(fd.fusion, replace(PLAIN, prefetch_bytes=0))
+    (*_, host), _ = find(plain, None, replace(AUTO, prefetch_bytes=0))
+    assert any(rooms) == is_ready
+    monkeypatch.setattr("mdfuse.compiled.overlap._held", lambda *_: math.inf)
+    (*_, best), _ = find(plain, None, replace(AUTO, prefetch_bytes=0))
+    assert host == best
+
+
 @pytest.mark.parametrize("seed", sampling.window(40, 6))
 def test_what_could_save_little_is_rightly_left(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
