@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
@@ -243,18 +243,36 @@ def prepare(
     return fusion
 
 
-def host_program(
-    fusion: Fusion,
-    sections: tuple[Section, ...],
-    options: Options | None,
-    stated: Orders | None = None,
-    pipeline: Pipeline | None = None,
-) -> HostProgram:
-    """Return the global host program of a prepared fusion and its sections; see `emit`."""
-    options = options_from_environment(options)
-    carriers = backend_choice(options.backend).carriers
-    host = emit(fusion, sections, stated, pipeline, carriers, options.counts)
-    return _passed(host, HOST_PASSES, options)
+@dataclass(eq=False)
+class Emitted:
+    """The host programs of a prepared fusion, which differ in what is posted ahead of its place.
+
+    Until posts are raised they are one program, and behind that those in which the same ones are.
+
+    Attributes:
+        fusion: after all passes, with ids.
+        sections: each becomes a segment.
+        host: the program before posts are raised.
+        options: of all passes.
+    """
+
+    fusion: Fusion
+    sections: tuple[Section, ...]
+    host: HostProgram
+    options: Options
+    _known: list[tuple[HostProgram, HostProgram]] = field(default_factory=list)
+
+    @no_collection()
+    def program(self, room: int | Literal["layer"] | None = None) -> HostProgram:
+        """Return the program with some `prefetch_bytes`; None: those of the options."""
+        at = _raises()
+        chosen = self.options if room is None else replace(self.options, prefetch_bytes=room)
+        raised = _passed(self.host, HOST_PASSES[at : at + 1], chosen)
+        program = next((x for known, x in self._known if known == raised), None)
+        if program is None:
+            program = _passed(raised, HOST_PASSES[at + 1 :], chosen)
+            self._known.append((raised, program))
+        return program
 
 
 def _passed(
@@ -265,33 +283,24 @@ def _passed(
     return host
 
 
-@no_collection()
-def with_rooms(
-    prepared: Fusion,
-    should_merge: ShouldMerge | None,
-    options: Options,
-    rooms: Sequence[int | Literal["layer"]],
-) -> tuple[tuple[Section, ...], list[HostProgram]]:
-    """Return the host programs of `lower_prepared` for each of several `prefetch_bytes`.
+def _raises() -> int:
+    """Return the place of the pass that raises posts."""
+    return [name for name, _ in HOST_PASSES].index(hoist_posts.name)
 
-    Until posts are raised they are one program, and behind that those in which the same ones are.
-    """
-    sections = segment(prepared, should_merge)
-    at = [name for name, _ in HOST_PASSES].index(hoist_posts.name)
+
+@no_collection()
+def emitted(
+    fusion: Fusion,
+    sections: tuple[Section, ...],
+    options: Options | None,
+    stated: Orders | None = None,
+    pipeline: Pipeline | None = None,
+) -> Emitted:
+    """Return the host programs of a prepared fusion and its sections; see `emit`."""
+    options = options_from_environment(options)
     carriers = backend_choice(options.backend).carriers
-    emitted = emit(prepared, sections, carriers=carriers, counts=options.counts)
-    host = _passed(emitted, HOST_PASSES[:at], options)
-    lowered: list[tuple[HostProgram, HostProgram]] = []
-    hosts: list[HostProgram] = []
-    for room in rooms:
-        chosen = replace(options, prefetch_bytes=room)
-        raised = _passed(host, HOST_PASSES[at : at + 1], chosen)
-        done = next((x for known, x in lowered if known == raised), None)
-        if done is None:
-            done = _passed(raised, HOST_PASSES[at + 1 :], chosen)
-            lowered.append((raised, done))
-        hosts.append(done)
-    return sections, hosts
+    host = emit(fusion, sections, stated, pipeline, carriers, options.counts)
+    return Emitted(fusion, sections, _passed(host, HOST_PASSES[: _raises()], options), options)
 
 
 @no_collection()  # nearly all new objects stay alive, and would be scanned again and again
@@ -340,4 +349,4 @@ def lower_prepared(
         merge = merge_composite if should_merge is None else should_merge
         should_merge = pipeline.stages.within(merge)
     sections = segment(prepared, should_merge)
-    return sections, host_program(prepared, sections, options, pipeline=pipeline)
+    return sections, emitted(prepared, sections, options, pipeline=pipeline).program()

@@ -20,18 +20,19 @@ from mdfuse.errors import MdfuseError
 from mdfuse.hir.passes import hoist_posts
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.rank.pipelines import project
+from mdfuse.hir_lowering import Emitted
 from mdfuse.ir.graph import Fusion
 from mdfuse.passes import collective_matmul
 from mdfuse.passes.collective_matmul import Form, OverlapWindow
 from mdfuse.passes.segment_ids import with_ids
-from mdfuse.passes.segmentation import Section, ShouldMerge
+from mdfuse.passes.segmentation import Section, ShouldMerge, segment
 from mdfuse.seeing.costs import H100, Costs
 from mdfuse.seeing.memory_use import memory_of
 from mdfuse.seeing.named_tables import HERE, named, table_here
 from mdfuse.seeing.rank_classes import rank_classes
 from mdfuse.seeing.report.numbers import size_text
 from mdfuse.seeing.timeline import Timeline, on_ranks
-from mdfuse.seeing.waited_for import Hold, waited_for
+from mdfuse.seeing.waited_for import Hold, slack, waited_for
 
 T = TypeVar("T")
 
@@ -127,11 +128,16 @@ Lowered = tuple[Fusion, tuple[Section, ...], HostProgram]
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A lowered program, the seconds that it takes, and the bytes that are received ahead."""
+    """A program of a lowered fusion, its seconds, and the bytes that are received ahead."""
 
-    lowered: Lowered
+    of: Emitted
+    host: HostProgram
     seconds: float
     room: int = 0
+
+    @property
+    def lowered(self) -> Lowered:
+        return self.of.fusion, self.of.sections, self.host
 
 
 @dataclass
@@ -144,7 +150,8 @@ class _Chooser:
     should_merge: ShouldMerge | None
     options: Options
     known: dict[object, Choice] = field(default_factory=dict)
-    clocked: list[tuple[HostProgram, Timeline]] = field(default_factory=list)
+    #: id of a whole program -> the program, which so stays alive, and its times
+    clocked: dict[int, tuple[HostProgram, Timeline]] = field(default_factory=dict)
     #: the candidates whose time cannot be predicted, a line each
     left_out: list[str] = field(default_factory=list)
 
@@ -156,23 +163,20 @@ class _Chooser:
             self.left_out.append(f"{what} is left out: {str(error).splitlines()[0]}")
             return None
 
-    def lowered(self, fusion: Fusion) -> tuple[tuple[Section, ...], HostProgram]:
-        return hir_lowering.lower_prepared(with_ids(fusion), self.should_merge, self.options)
+    def emitted(self, fusion: Fusion) -> Emitted:
+        prepared = with_ids(fusion)
+        return hir_lowering.emitted(prepared, segment(prepared, self.should_merge), self.options)
 
-    def timed(self, fusion: Fusion, rooms: Sequence[int] = (0,)) -> list[Timed]:
+    def timed(self, of: Emitted, rooms: Sequence[int]) -> list[Timed]:
         """Return a whole program, with room for buffers received ahead; 0: as the options say."""
-        each = [room or self.options.prefetch_bytes for room in rooms]
-        sections, hosts = hir_lowering.with_rooms(fusion, self.should_merge, self.options, each)
-        pairs = zip(hosts, rooms, strict=True)
-        return [Timed((fusion, sections, h), self.clock(h).seconds, room) for h, room in pairs]
+        hosts = [(of.program(room or None), room) for room in rooms]
+        return [Timed(of, host, self.clock(host).seconds, room) for host, room in hosts]
 
     def clock(self, host: HostProgram) -> Timeline:
         """Return the times of a whole program; more room often gives the same program."""
-        predicted = next((times for known, times in self.clocked if known == host), None)
-        if predicted is None:
-            predicted = _timeline(host, self.costs)
-            self.clocked.append((host, predicted))
-        return predicted
+        if id(host) not in self.clocked:
+            self.clocked[id(host)] = host, _timeline(host, self.costs)
+        return self.clocked[id(host)][1]
 
     def choice(self, window: OverlapWindow) -> Choice:
         fusion = collective_matmul.alone(self.fusion, window)
@@ -198,7 +202,7 @@ class _Chooser:
         """Return the program of a window, and its seconds."""
 
         def price() -> tuple[HostProgram, float]:
-            host = self.lowered(fusion)[1]
+            host = self.emitted(fusion).program()
             return host, _timeline(host, self.costs).seconds
 
         return self.priced(what, price)
@@ -223,24 +227,27 @@ def lower(
     fusion: Fusion, should_merge: ShouldMerge | None, options: Options | None
 ) -> tuple[Lowered, OverlapDecisions | None]:
     """Return a lowered fusion, and the decisions; None: no overlap was asked for."""
-    lowered = hir_lowering.lower(fusion, should_merge, options=options)
     chosen = options_from_environment(options)
-    if chosen.overlap == "never" or not lowered[-1].communications:
-        return lowered, None
-    return find(lowered, should_merge, chosen)
+    prepared = with_ids(hir_lowering.prepare(fusion, options=chosen))
+    emitted = hir_lowering.emitted(prepared, segment(prepared, should_merge), chosen)
+    plain = emitted.program()
+    if chosen.overlap == "never" or not plain.communications:
+        return (prepared, emitted.sections, plain), None
+    return find(emitted, should_merge, chosen)
 
 
 def find(
-    lowered: Lowered, should_merge: ShouldMerge | None, options: Options
+    emitted: Emitted, should_merge: ShouldMerge | None, options: Options
 ) -> tuple[Lowered, OverlapDecisions]:
     """Return a program with the chosen windows in chunks, and the reasons.
 
     Args:
-        lowered: the program one after the other.
+        emitted: the program one after the other.
         should_merge: see `mdfuse.passes.segmentation.segment`.
         options: as the program is compiled.
     """
-    fusion, _, plain = lowered
+    fusion, plain = emitted.fusion, emitted.program()
+    lowered = fusion, emitted.sections, plain
     costs, error, lines = table_of(options)
     if costs is None:
         return lowered, OverlapDecisions(plain, tuple(lines))
@@ -248,7 +255,7 @@ def find(
     times = chooser.priced("overlap", lambda: chooser.clock(plain))
     if times is None:
         return lowered, OverlapDecisions(plain, (*lines, *chooser.left_out))
-    before, holds = Timed(lowered, times.seconds), waited_for(times)
+    before, holds = Timed(emitted, plain, times.seconds), waited_for(times)
     choices = chooser.choices()
     place = {e.outputs[0]: n for n, e in enumerate(fusion.exprs)}
     in_order = sorted(choices, key=lambda c: place[c.window.values[0]])
@@ -262,11 +269,11 @@ def find(
             f"{_ms(gain)}: other work hides the rest"
         )
     elif (streamed := _streamed(fusion, forms)) is not fusion:
-        before, fastest = _in_chunks(chooser, with_ids(streamed), before, fastest, lines)
+        before, fastest = _in_chunks(chooser, streamed, before, fastest, lines)
     if fastest.room:
         text = f"posted ahead of their place: at most {size_text(fastest.room)}"
         lines.append(f"{text}: {_ms(fastest.seconds)} predicted, {_ms(before.seconds)} without")
-    is_new = fastest.lowered is not lowered
+    is_new = fastest.host is not plain
     lines += chooser.left_out
     return fastest.lowered, OverlapDecisions(
         plain, tuple(lines), is_new and options.overlap == "measure"
@@ -286,7 +293,9 @@ def _in_chunks(
         lines: gets a line.
     """
     rooms = (0, ahead.room) if ahead.room else (0,)
-    timed = chooser.priced("the whole program in chunks", lambda: chooser.timed(streamed, rooms))
+    timed = chooser.priced(
+        "the whole program in chunks", lambda: chooser.timed(chooser.emitted(streamed), rooms)
+    )
     if timed is None:
         return before, ahead
     best = min(timed, key=lambda x: x.seconds)
@@ -324,7 +333,12 @@ def _gain(
         if c.form is not None and not all(map(names.isdisjoint, values)):
             reached |= names
             seconds += c.gain
-    return min(seconds, _held(plain, holds, lambda i: not reached.isdisjoint(_values(fusion, i))))
+
+    def most(hold: Hold) -> float:
+        is_reached = any(not reached.isdisjoint(_values(fusion, i)) for i in hold.posts)
+        return hold.seconds if is_reached else 0.0
+
+    return min(seconds, _held(plain, holds, most))
 
 
 def _values(fusion: Fusion, post: Instruction) -> set[str]:
@@ -342,22 +356,24 @@ def _values(fusion: Fusion, post: Instruction) -> set[str]:
     return values
 
 
-def _held(
-    plain: HostProgram, holds: Iterable[Hold], may_gain: Callable[[Instruction], bool]
-) -> float:
-    """Return how long a run at most waits for posts that may be made earlier, or shorter.
+def _held(plain: HostProgram, holds: Iterable[Hold], most: Callable[[Hold], float]) -> float:
+    """Return how long a run waits at most for posts that may be made earlier, or shorter.
 
     Ranks of the same meshes wait at once, those of others perhaps one after the other, as stages.
+
+    Args:
+        plain: the program.
+        holds: its waits.
+        most: the seconds by which one of them may become shorter.
     """
     seconds = defaultdict[int, float](float)
     for hold in holds:
-        if any(map(may_gain, hold.posts)):
-            seconds[hold.rank] += hold.seconds
-    most = defaultdict[tuple[bool, ...], float](float)
+        seconds[hold.rank] += most(hold)
+    longest = defaultdict[tuple[bool, ...], float](float)
     for rank, held in seconds.items():
         group = tuple(rank in mesh.ranks for mesh in plain.meshes)
-        most[group] = max(held, most[group])
-    return sum(most.values())
+        longest[group] = max(held, longest[group])
+    return sum(longest.values())
 
 
 def _ahead(chooser: _Chooser, plain: Timed, holds: Iterable[Hold]) -> Timed:
@@ -367,16 +383,25 @@ def _ahead(chooser: _Chooser, plain: Timed, holds: Iterable[Hold]) -> Timed:
     the size of the parameters of a layer. A budget that the user sets stays, and so does the next
     layer of a module. Nothing moves where work hardly waits for posts that could.
     """
-    fusion, _, host = plain.lowered
+    host = plain.host
     largest = hoist_posts.largest(host)
     is_said = isinstance(chooser.options.prefetch_bytes, int) and chooser.options.prefetch_bytes
     if is_said or not largest or hoist_posts.is_by_layers(host):
         return plain
-    handles = {*_raised(host)}
-    if _held(host, holds, lambda i: i.outputs[0] in handles) <= plain.seconds * _ALIKE:
+    earlier = slack(chooser.clock(host), host, dict(_raised(host)))
+
+    def most(hold: Hold) -> float:
+        handles = {i.outputs[0] for i in hold.posts}
+        if handles.isdisjoint(earlier):
+            return 0.0
+        if len(handles) > 1:  # one may overtake another, and so gain the time of that one, too
+            return hold.seconds
+        return min(hold.seconds, *map(earlier.__getitem__, handles))
+
+    if _held(host, holds, most) <= plain.seconds * _ALIKE:
         return plain
     rooms = [room * largest for room in _ROOMS]
-    timed = chooser.priced("posting ahead", lambda: chooser.timed(fusion, rooms))
+    timed = chooser.priced("posting ahead", lambda: chooser.timed(plain.of, rooms))
     if timed is None:
         return plain
     least = min(x.seconds for x in timed)
@@ -384,11 +409,11 @@ def _ahead(chooser: _Chooser, plain: Timed, holds: Iterable[Hold]) -> Timed:
     return next((x for x in timed if x.seconds <= enough and x.seconds < plain.seconds), plain)
 
 
-def _raised(host: HostProgram) -> Iterator[str]:
-    """Yield the handles of the posts that may go ahead of their place."""
-    for raised in hoist_posts.candidates(host):
+def _raised(host: HostProgram) -> Iterator[tuple[str, int]]:
+    """Yield the handles of posts that may go ahead of their place, and how far."""
+    for raised in hoist_posts.raisable(host):
         for n in raised.posts:
-            yield from host.instructions[n].outputs
+            yield host.instructions[n].outputs[0], raised.since
 
 
 def _timeline(host: HostProgram, costs: Costs) -> Timeline:

@@ -124,7 +124,8 @@ class Segment(Forgetful):
                 hint="take a segment of program.with_extents({...}), or segment.run(..., extents=)",
             )
         section = Section(name=self.name, fusion=self.fusion)
-        host = hir_lowering.host_program(self.fusion, (section,), self.options, self.orders)
+        emitted = hir_lowering.emitted(self.fusion, (section,), self.options, self.orders)
+        host = emitted.program()
         itself = replace(self, map={i: i for i in self.map})
         return Program(self.fusion, (itself,), host, self.options)
 

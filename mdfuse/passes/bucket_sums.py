@@ -146,7 +146,7 @@ def _waited_for(fusion: Fusion) -> set[str]:
 
 def _kind(expr: Expr, fusion: Fusion) -> _Kind | None:
     """Return the kind of bucket for a set; None if it does not reduce, or stays alone."""
-    if expr.op != "set" or not (fusion.consumers[expr.output] or expr.output in fusion.outputs):
+    if expr.op != "set" or not (fusion.consumers[expr.output] or expr.output in fusion.returned):
         return None
     x, y = fusion.values[expr.reads[0]], fusion.values[expr.output]
     before, after = x.layout, y.layout

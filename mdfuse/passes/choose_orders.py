@@ -67,12 +67,12 @@ def _may_replace(fusion: Fusion, values: Mapping[str, Value], maker: Expr, by: E
     if len(maker.outputs) > 1:
         return False
     before, after = values[maker.output], values[by.output]
-    if before.name in fusion.outputs or len(fusion.consumers[before.name]) > 1:
+    if before.name in fusion.returned or len(fusion.consumers[before.name]) > 1:
         return False
     if before.layout != after.layout or after.stream not in (None, before.stream):
         return False
     # In a loop only what is kept as a whole has an order; communications write it in their own.
-    return before.stream is None or (maker.op != "set" and after.name in fusion.outputs)
+    return before.stream is None or (maker.op != "set" and after.name in fusion.returned)
 
 
 # -- hints ---------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ def _hinted(fusion: Fusion) -> Fusion:
 def _hint(fusion: Fusion, values: Mapping[str, Value], expr: Expr) -> tuple[int, ...] | None:
     """Return an order other than the op's own that costs nothing; None where there is none."""
     out = values[expr.outputs[0]]
-    if out.name not in fusion.outputs or out.name in fusion.reuse or len(out.shape) < 2:
+    if out.name not in fusion.returned or out.name in fusion.reuse or len(out.shape) < 2:
         return None
     options = _options(expr, values) - {out.order}
     if not options or not _may_be_read(fusion, out.name):

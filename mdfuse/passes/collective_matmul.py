@@ -137,7 +137,7 @@ def _keeps(fusion: Fusion, moved: Expr, product: Expr) -> bool:
 def _computed(fusion: Fusion, name: str) -> list[Expr]:
     """Return a product and its element-wise consumers, up to a value that only a set reads."""
     exprs: list[Expr] = []
-    while name in fusion.producers and name not in fusion.outputs:
+    while name in fusion.producers and name not in fusion.returned:
         expr = fusion.producers[name]
         if len(fusion.consumers[name]) > 1 or len(expr.outputs) > 1:
             return []
@@ -353,7 +353,7 @@ def alone(fusion: Fusion, window: OverlapWindow) -> Fusion:
     is_read = {
         x
         for x in window.values
-        if x in fusion.outputs or any(r.outputs[0] not in names for r in fusion.consumers[x])
+        if x in fusion.returned or any(r.outputs[0] not in names for r in fusion.consumers[x])
     }
     return Fusion(
         name=fusion.name,

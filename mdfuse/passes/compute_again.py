@@ -100,7 +100,7 @@ def _is_free(fusion: Fusion, expr: Expr) -> bool:
     """Return whether an expression is a view, or computes each element from others in its place."""
     row, x = TABLE[expr.op], fusion.values[expr.outputs[0]]
     layouts = {fusion.values[name].layout for name in (*expr.reads, *expr.outputs)}
-    if row.is_creation or not (row.is_view or row.is_elementwise) or x.name in fusion.outputs:
+    if row.is_creation or not (row.is_view or row.is_elementwise) or x.name in fusion.returned:
         return False
     is_plain = x.stream is None and bool(x.shape) and _is_kept(x)
     moves = expr.op == "set" and len(layouts) > 1

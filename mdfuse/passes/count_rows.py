@@ -178,7 +178,7 @@ def _problem(fusion: Fusion, root: str, names: Sequence[str]) -> str | None:
         return "their counts are computed in chunks"
     for x in names:
         problem = _of_value(fusion.values[x], n)
-        if problem is None and x in fusion.outputs:
+        if problem is None and x in fusion.returned:
             problem = f"%{x} is an output, which is dense"
         if problem is not None:
             return problem

@@ -107,7 +107,7 @@ class _Flat:
         elif x in self.wide:
             maker.exprs.append(self._read_whole(e))
             self.flat[x] = self._rows(e, x)
-        elif is_view and wide and x not in self.of.outputs:
+        elif is_view and wide and x not in self.of.returned:
             self.flat[x] = self.flat[wide[0]]
         elif wide == [*e.reads[:1]] and e.op in ("linear", "matmul") and self._is_matrix(e):
             product = self._op(e, self.flat[wide[0]], *e.inputs[1:])

@@ -54,7 +54,7 @@ def anew(fusion: Fusion, changed: Collection[str]) -> Fusion:
                 is_stale = not out.is_law and not stale.isdisjoint(expr.reads)
             if is_stale:
                 stale.add(out.name)
-                values[out.name] = replace(out, layout=None, is_law=False)
+                values[out.name] = out.having(layout=None, is_law=False)
     return run(replace(fusion, values=values))
 
 
@@ -72,7 +72,7 @@ def _forwards(fusion: Fusion) -> Fusion:
     live = {expr.outputs[0] for expr in live_exprs(fusion)}
     for name, value in values.items():
         if value.copies:
-            values[name] = replace(value, copies=())
+            values[name] = value.having(copies=())
     readers = Readers(values)
     for expr in fusion.exprs:
         outputs = [values[name] for name in expr.outputs]
@@ -85,7 +85,7 @@ def _forwards(fusion: Fusion) -> Fusion:
                 values[out.name] = _placed(values, out, layout)
             elif layout is not None:
                 layout = _of_output(fusion, values, out.name, layout)
-                values[out.name] = replace(out, layout=layout)
+                values[out.name] = out.having(layout=layout)
         if strategy is not None and expr.outputs[0] in live:
             if outputs[0].like is not None and outputs[0].layout is None:  # it is known by now
                 strategy = choose_here(expr, values) or strategy
@@ -118,11 +118,11 @@ def _placed(values: Mapping[str, Value], value: Value, inferred: Layout | None) 
         or inferred is None
         or inferred.mesh != law.mesh
     ):
-        return replace(value, layout=_along(law, value.like.but), is_law=True)
+        return value.having(layout=_along(law, value.like.but), is_law=True)
     for axis, before in layout.by_axis().items():
         if not isinstance(before, Replicate) and before != previous.placement(axis):
             inferred = inferred.with_placement(axis, asked[axis])
-    return replace(value, layout=_along(_ordered_as(inferred, law), value.like.but))
+    return value.having(layout=_along(_ordered_as(inferred, law), value.like.but))
 
 
 def _along(layout: Layout, stated: tuple[tuple[str, Placement], ...]) -> Layout:
@@ -142,7 +142,7 @@ def _ordered_as(layout: Layout, law: Layout) -> Layout:
 
 def _of_output(fusion: Fusion, values: Mapping[str, Value], name: str, inferred: Layout) -> Layout:
     """Return the inferred layout; that of an output is not Partial, or its reused input's."""
-    if name not in fusion.outputs:
+    if name not in fusion.returned:
         return inferred
     if name in fusion.reuse:
         return values[fusion.reuse[name]].layout or inferred
@@ -164,7 +164,7 @@ def _backwards(fusion: Fusion) -> tuple[Fusion, bool]:
             continue
         for operand in unknown:  # rows of other parts, as windows read, are in a copy of its own
             layout = strategy.wanted[operand].without_reaches
-            values[operand] = replace(values[operand], layout=layout)
+            values[operand] = values[operand].having(layout=layout)
             changed = True
     return replace(fusion, values=values), changed
 

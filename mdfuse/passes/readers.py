@@ -12,7 +12,7 @@ its views. So each expression is noted at all values that its copy of one may be
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from mdfuse.extents.extent import is_symbolic
 from mdfuse.ir.graph import Expr, Value
@@ -62,7 +62,7 @@ class Readers:
         for name in self.noted.pop(reader, ()):
             value = self.values[name]
             left = tuple([x for x in value.copies if x[0] != reader])
-            self.values[name] = replace(value, copies=left)
+            self.values[name] = value.having(copies=left)
         for x, layout in wanted.items():
             self._note(x, reader, layout)
 
@@ -95,7 +95,7 @@ class Readers:
             return False
         if value.layout is not None and value.layout.partial_axes:
             return False
-        self.values[name] = replace(value, copies=(*value.copies, (reader, layout, is_viewed)))
+        self.values[name] = value.having(copies=(*value.copies, (reader, layout, is_viewed)))
         self.noted.setdefault(reader, {})[name] = None
         return True
 

@@ -95,7 +95,7 @@ def _spared(
         total -= moved(split, maker, values, to)
         for x, there in split.wanted.items():
             value, producer = values[x], fusion.producers.get(x)
-            is_alone = len(fusion.consumers[x]) == 1 and x not in fusion.outputs
+            is_alone = len(fusion.consumers[x]) == 1 and x not in fusion.returned
             if producer is not None and is_alone and not value.is_law and value.layout is not None:
                 asked += [(producer, value, there)] if _is_slice(value.layout, there) else []
     return total

@@ -370,7 +370,7 @@ def _section(fusion: Fusion, name: str, exprs: list[Expr], position: Mapping[str
     outputs = tuple(
         name
         for name in computed
-        if name in fusion.outputs
+        if name in fusion.returned
         or any(reader.outputs[0] not in computed for reader in fusion.consumers[name])
     )
     values = {n: fusion.values[n] for n in (*inputs, *computed)}

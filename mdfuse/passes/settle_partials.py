@@ -213,7 +213,7 @@ def _ends_here(fusion: Fusion, value: str, axis: str) -> bool:
 
 def _is_wanted(fusion: Fusion, value: str) -> bool:
     """True if the user wants the value Partial: by a law, or in the place of a Partial input."""
-    is_fixed = fusion.values[value].is_law or value in fusion.outputs
+    is_fixed = fusion.values[value].is_law or value in fusion.returned
     return is_fixed and bool(fusion.layout(value).partial_axes)
 
 

@@ -44,7 +44,8 @@ class Strategy:
         return layout
 
 
-#: An expression's last strategy, behind its operands and results, and their laws.
+#: A strategy of an expression, behind its operands and results, and their laws: an expression has
+#: the last one without laws, while its results are inferred, and the last one with some.
 _Answer = tuple[list[Value], tuple[Layout | None, ...], Strategy]
 
 
@@ -64,13 +65,32 @@ def choose(expr: Expr, values: Mapping[str, Value], *laws: Layout | None) -> Str
     if active_assumptions() is not None:  # each decision about a symbolic extent leaves a guard
         return _chosen(expr, values, laws)
     asked = [values[name] for name in (*expr.reads, *expr.outputs)]
-    last: _Answer | None = expr.answer
-    if last is not None and last[1] == laws and all(map(is_, asked, last[0])):
-        return last[2]
+    last: tuple[_Answer | None, _Answer | None] = expr.answer or (None, None)
+    is_stated = any(laws)
+    answer = last[is_stated]
+    if answer is not None and answer[1] == laws and _are_alike(asked, answer[0]):
+        return answer[2]
     strategy = _known(expr, values, laws)
     if strategy is not None:
-        object.__setattr__(expr, "answer", (asked, laws, strategy))
+        answer = asked, laws, strategy
+        both = (last[0], answer) if is_stated else (answer, last[1])
+        object.__setattr__(expr, "answer", both)
     return strategy
+
+
+def _are_alike(some: Sequence[Value], others: Sequence[Value]) -> bool:
+    return all(map(is_, some, others)) or all(map(_is_alike, some, others))
+
+
+def _is_alike(one: Value, other: Value) -> bool:
+    """Return whether two values are one for a strategy."""
+    return one is other or (
+        one.layout == other.layout
+        and one.copies == other.copies
+        and one.shape == other.shape
+        and one.dtype == other.dtype
+        and one.expanded == other.expanded
+    )
 
 
 def _known(
@@ -110,7 +130,7 @@ def is_view(expr: Expr) -> bool:
 def viewed_as(view: Expr, values: Mapping[str, Value], layout: Layout) -> Layout | None:
     """Return the layout of a view of its operand in a layout; None where that must move."""
     (operand,) = view.reads
-    read = replace(values[operand], layout=layout, copies=())
+    read = values[operand].having(layout=layout, copies=())
     strategy = _of_view(view, read, values[view.output], None)
     is_read_so = strategy is not None and strategy.wanted[operand] == layout
     return strategy.result if strategy is not None and is_read_so else None
@@ -119,7 +139,7 @@ def viewed_as(view: Expr, values: Mapping[str, Value], layout: Layout) -> Layout
 def viewed_from(view: Expr, values: Mapping[str, Value], layout: Layout) -> Layout | None:
     """Return the layout of its operand of which a view has a layout; None where there is none."""
     (operand,) = view.reads
-    open_operand = replace(values[operand], layout=None, copies=())
+    open_operand = values[operand].having(layout=None, copies=())
     strategy = _of_view(view, open_operand, values[view.output], layout)
     if strategy is None or strategy.result != layout:
         return None

@@ -250,8 +250,9 @@ class Costs:
         was not measured: a compiler cannot choose its tiles then.
         """
         name = _COMPILED.get(k.like)
-        compiled = {key.dtype: curve for key, curve in self.works.items() if key.name == name}
-        curve = compiled.get(k.dtype, next(iter(compiled.values()), None))
+        curve = self.works.get(WorkKey(name, k.dtype)) if name is not None else None
+        if curve is None:
+            curve = next((curve for key, curve in self.works.items() if key.name == name), None)
         if curve is not None:
             return max(self._bytes(k.nbytes, k.dtype), curve.seconds(max(k.nbytes, 1)))
         return self._bytes(k.nbytes, k.dtype, "across" if k.like == "rows across" else k.like)

@@ -6,10 +6,10 @@ neither written nor read again.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
-
-import networkx as nx
 
 from mdfuse.hir.instructions import is_library
 from mdfuse.hir.program import HostProgram, Instruction
@@ -42,7 +42,8 @@ def kernels(program: HostProgram, launch: Instruction) -> list[Kernel]:
     level: dict[str, int] = {}
     producers = {x: n for n, i in enumerate(body) for x in i.outputs}
     roots = _roots(body)
-    graph: nx.Graph[int] = nx.Graph()
+    #: work -> the work whose kernel it joins; the first of a kernel joins none
+    joined: dict[int, int] = {}
     heights: list[int] = []
     for n, i in enumerate(body):
         height = max((level.get(x, 0) for x in i.reads), default=0)
@@ -50,12 +51,22 @@ def kernels(program: HostProgram, launch: Instruction) -> list[Kernel]:
         heights.append(height)
         if is_library(i) or not is_work(i):
             continue
-        graph.add_node(n)
+        joined[n] = n
         for at in (producers.get(roots.get(x, x)) for x in i.reads):
-            if at is not None and at in graph and heights[at] == height:
-                graph.add_edge(at, n)
-    parts = nx.connected_components(graph)
-    return [_kernel(program, launch, sorted(part), roots) for part in parts]
+            if at is not None and at in joined and heights[at] == height:
+                one, other = _first(joined, at), _first(joined, n)
+                joined[max(one, other)] = min(one, other)
+    parts: dict[int, list[int]] = defaultdict(list)
+    for n in joined:
+        parts[_first(joined, n)].append(n)
+    return [_kernel(program, launch, part, roots) for part in parts.values()]
+
+
+def _first(joined: Mapping[int, int], n: int) -> int:
+    """Return the first work of a kernel."""
+    while joined[n] != n:
+        n = joined[n]
+    return n
 
 
 def _kernel(

@@ -29,11 +29,12 @@ from mdfuse.hir.instructions import TRANSFERS
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.rank.pipelines import as_run, project
 from mdfuse.ir.graph import dtype_name
-from mdfuse.seeing.amounts import buffer_bytes, nbytes
+from mdfuse.seeing.amounts import buffer_bytes
 from mdfuse.seeing.contention import slowed
 from mdfuse.seeing.costs import Costs
-from mdfuse.seeing.events import Event, Part, makespan, name_of
+from mdfuse.seeing.events import Event, Part, makespan
 from mdfuse.seeing.rank_classes import Classes, rank_classes
+from mdfuse.seeing.works import WorkTime, works_of
 
 #: The stream of the caller; its work is the host's where there are no other streams.
 _CALLER = "host"
@@ -121,11 +122,12 @@ def on_ranks(
     programs = [as_run(project(program, r)) for r in classes.firsts]
     if not at_worst:
         programs = [*map(with_expected_rows, programs)]
+    works = [works_of(p, costs) for p in programs]
     clock = _Clock(costs=costs, classes=classes, at_worst=at_worst)
-    clock.run([_Rank(p, clock) for p in programs])
+    clock.run([_Rank(p, w, clock) for p, w in zip(programs, works, strict=True)])
     if delays := slowed(clock.events, clock.slows):
         clock = _Clock(costs=costs, classes=classes, delays=delays, at_worst=at_worst)
-        clock.run([_Rank(p, clock) for p in programs])
+        clock.run([_Rank(p, w, clock) for p, w in zip(programs, works, strict=True)])
     events = sorted(clock.events, key=lambda e: (e.start_ns, e.rank, e.stop_ns))
     members = {m[0]: m for m in classes.members}
     return Timeline(
@@ -265,6 +267,7 @@ class _Rank:
     """One rank on its way through its program."""
 
     program: HostProgram
+    works: Mapping[int, WorkTime]
     clock: _Clock
     at: int = 0
     stream: str = _CALLER
@@ -322,32 +325,24 @@ class _Rank:
             case "sync":
                 self.streams[self.stream] = max(self.now, self.streams[self._named(i)])
             case _:
-                self._work(i)
+                self._work()
         return True
 
     def _named(self, i: Instruction) -> str:
         return self.names[i.reads[0]] if i.reads else f"stream {i.kwargs['stream']}"
 
-    def _kind(self, i: Instruction) -> object:
-        """Return the kind and the sizes of work: behind equal ones it takes no switch."""
-        kinds = (self.program.types.get(x) for x in (*i.reads, *i.outputs))
-        return i.fn or i.op, tuple(k.shape for k in kinds if k is not None)
-
-    def _work(self, i: Instruction) -> None:
-        seconds = self.clock.costs.seconds(self.program, i)
-        if seconds:
-            self.passed += nbytes(self.program, i) if self.clock.costs.cache else 0
-            seconds += self.clock.delays.get((self.rank, self.at), 0.0)
-            if (kind := self._kind(i)) != self.kinds.get(self.stream):
-                seconds += self.clock.costs.switch_s if self.stream in self.kinds else 0.0
-                self.kinds[self.stream] = kind
-            start = self.now
-            self.streams[self.stream] = start + seconds
-            line = str(i.source or "")
-            name = name_of(i)
-            self.clock.add(
-                self.rank, self.stream, name, start, start + seconds, self.at, source=line
-            )
+    def _work(self) -> None:
+        work = self.works.get(self.at)
+        if work is None:
+            return
+        self.passed += work.nbytes
+        seconds = work.seconds + self.clock.delays.get((self.rank, self.at), 0.0)
+        if work.kind != self.kinds.get(self.stream):
+            seconds += self.clock.costs.switch_s if self.stream in self.kinds else 0.0
+            self.kinds[self.stream] = work.kind
+        start = self.now
+        self.streams[self.stream] = stop = start + seconds
+        self.clock.add(self.rank, self.stream, work.name, start, stop, self.at, source=work.source)
 
     # -- communications --------------------------------------------------------------------------
 

@@ -7,12 +7,13 @@ link    |  %a    | %b  |
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from mdfuse.hir.instructions import POSTS
-from mdfuse.hir.program import Instruction
+from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.seeing.events import Event
 from mdfuse.seeing.timeline import Timeline
 
@@ -41,6 +42,52 @@ def waited_for(timeline: Timeline) -> list[Hold]:
         Hold(rank, ns / 1e9, tuple(i for f in _chain(flow, before) for i in posts.get(f, ())))
         for rank, ns, flow in _waits(timeline, links)
     ]
+
+
+def slack(
+    timeline: Timeline, program: HostProgram, since: Mapping[str, int]
+) -> Mapping[str, float]:
+    """Return handle of a post -> the seconds by which a rank could make it earlier, at most.
+
+    Args:
+        timeline: of the program.
+        program: for all ranks.
+        since: handle -> the first instruction, outside of loops, before which it may stand.
+    """
+    earlier = defaultdict[str, float](float)
+    for code in timeline.programs:
+        places, posted = _places(program, code), dict[str, int]()
+        #: instruction -> when the rank comes to it, or to one behind it
+        starts = [math.inf] * (len(program.instructions) + 1)
+        for e in timeline.events:
+            if e.rank == code.rank and e.part != "transfer":
+                starts[places[e.instruction]] = min(starts[places[e.instruction]], e.start_ns)
+            if e.rank == code.rank and e.part == "post":
+                posted.update(dict.fromkeys(code.instructions[e.instruction].outputs, e.start_ns))
+        starts = [*itertools.accumulate(reversed(starts), min)][::-1]
+        for handle in posted.keys() & since.keys():
+            ns = posted[handle] - starts[since[handle]]
+            earlier[handle] = max(earlier[handle], ns / 1e9)
+    return earlier
+
+
+def _places(program: HostProgram, code: HostProgram) -> list[int]:
+    """Return for each instruction of a rank that of the program, outside of loops, it is from."""
+    known = defaultdict[tuple[bool, str], list[int]](list)
+    for n, i in enumerate(program.instructions):
+        for key in {key for j in i.walk() for key in _keys(j)}:
+            known[key].append(n)
+    at, places = 0, list[int]()
+    for i in code.instructions:
+        at = next((n for key in _keys(i) for n in known[key] if n >= at), at)
+        places.append(at)
+    return places
+
+
+def _keys(i: Instruction) -> Iterator[tuple[bool, str]]:
+    """Yield whether an instruction waits, with each name that it waits for, or binds."""
+    is_wait = i.op == "wait"
+    return ((is_wait, x.partition("@")[0]) for x in (i.reads if is_wait else i.outputs))
 
 
 def _waits(

@@ -19,11 +19,14 @@ from helpers.overlaps import CASES, Layer, prepared, program
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Options, ProgramError, Shard, Stream, hir_lowering
-from mdfuse.compiled.overlap import Lowered, _timeline, choose, find
+from mdfuse.compiled.overlap import _timeline, choose, find
 from mdfuse.hir.program import HostProgram
+from mdfuse.hir_lowering import Emitted
+from mdfuse.ir.graph import Fusion
 from mdfuse.passes import collective_matmul
 from mdfuse.passes.collective_matmul import Form
 from mdfuse.passes.segment_ids import with_ids
+from mdfuse.passes.segmentation import segment
 from mdfuse.seeing import H100, Costs, Link, LinkKey
 from mdfuse.seeing.named_tables import named
 from mdfuse.seeing.rank_classes import Classes
@@ -124,10 +127,16 @@ def test_free_links_leave_all_as_it_is() -> None:
     assert all(choose(*times(name, costs)) is None for name in ("gather", "scatter", "reduce"))
 
 
-def every_way(name: str, mesh: DeviceMesh, rows: int) -> tuple[Lowered, list[HostProgram]]:
+def emitted(fusion: Fusion, options: Options | None = None) -> Emitted:
+    """The programs of a fusion."""
+    prepared = with_ids(hir_lowering.prepare(fusion, options=options))
+    return hir_lowering.emitted(prepared, segment(prepared), options)
+
+
+def every_way(name: str, mesh: DeviceMesh, rows: int) -> tuple[Emitted, list[HostProgram]]:
     """A program as it is, and with each choice of forms for windows that share no value."""
-    plain = hir_lowering.lower(CASES[name].definition(mesh, rows).fusion)
-    fusion, hosts = plain[0], [plain[-1]]
+    plain = emitted(CASES[name].definition(mesh, rows).fusion)
+    fusion, hosts = plain.fusion, [plain.program()]
     forms = {
         w: [*collective_matmul.forms(collective_matmul.alone(fusion, w), w)]
         for w in collective_matmul.windows(fusion)
@@ -158,7 +167,7 @@ def test_whole_programs_are_the_best_of_all_choices(
         seconds = timeline(lowered[-1], costs).seconds
         before, *others = (timeline(host, costs).seconds for host in hosts)
         assert seconds <= before and seconds <= 1.02 * min(before, *others), seed
-        chosen += lowered is not plain
+        chosen += lowered[-1] is not hosts[0]
     assert 2 < chosen < 10
 
 
@@ -422,12 +431,12 @@ def test_a_budget_of_the_user_stays(pays: str) -> None:
 
 
 def test_programs_with_several_rooms_are_those_lowered_one_by_one() -> None:
-    fusion = with_ids(hir_lowering.prepare(fully_sharded(4).fusion))
+    of = emitted(fully_sharded(4).fusion, PLAIN)
     rooms = (0, 1 << 10, 2 << 10, 1 << 20)
-    sections, hosts = hir_lowering.with_rooms(fusion, None, PLAIN, rooms)
+    hosts = [of.program(room) for room in rooms]
     for room, host in zip(rooms, hosts, strict=True):
         options = replace(PLAIN, prefetch_bytes=room)
-        assert (sections, host) == hir_lowering.lower_prepared(fusion, None, options), room
+        assert (of.sections, host) == hir_lowering.lower_prepared(of.fusion, None, options), room
     assert len({str(x) for x in hosts}) > 2
 
 
@@ -528,14 +537,39 @@ def test_a_program_whose_windows_are_hidden_is_lowered_once(
         prefetch_bytes="layer", bucket_bytes="layer",
     )  # fmt: skip
     fd, lowered = trained(6, 256), list[object]()
-    real = hir_lowering.with_rooms
-    monkeypatch.setattr(hir_lowering, "with_rooms", lambda *a: lowered.append(a) or real(*a))
+    real = Emitted.program
+    monkeypatch.setattr(Emitted, "program", lambda *a: lowered.extend(a[1:]) or real(*a))
     found = mf.compile(fd, options)
     assert any("chunks" in line and "predicted" in line for line in told(found)[:-1])
     *_, left = told(found)
     assert left.startswith("left as it is after all: ") and "these could save" in left
     assert not lowered
     assert str(found) == str(mf.compile(fd, replace(options, overlap="never")))
+
+
+@pytest.mark.parametrize("is_ready", [False, True], ids=["computed", "ready"])
+def test_posts_that_could_not_be_made_sooner_are_not_tried_ahead(
+    is_ready: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each gather brings what was computed right before it, or weights that are there."""
+    costs = Costs(name="slow links", flops=1e6, bandwidth=1e9, links={LinkKey(): Link(0.0, 1e5)})
+    with mf.FusionDefinition("gathers") as fd:
+        x = fd.define_tensor([64, 8], mesh=LINE, layout={"tp": Shard(0)})
+        for _ in range(3):
+            w = fd.define_tensor([8, 8], mesh=LINE, layout={"tp": Shard(0)} if is_ready else {})
+            moved = fd.ops.set(w if is_ready else x.sin()).on(LINE, {})
+            y = x @ moved if is_ready else fd.ops.softmax(moved, 0) @ w
+            x = fd.ops.set(y.exp()).on(LINE, {"tp": Shard(0)})
+        fd.add_output(x)
+    monkeypatch.setattr("mdfuse.compiled.overlap.table_of", lambda _: (costs, 0.0, []))
+    rooms, real = list[object](), Emitted.program
+    monkeypatch.setattr(Emitted, "program", lambda *a: rooms.extend(a[1:]) or real(*a))
+    plain = emitted(fd.fusion, replace(PLAIN, prefetch_bytes=0))
+    (*_, host), _ = find(plain, None, replace(AUTO, prefetch_bytes=0))
+    assert any(rooms) == is_ready
+    monkeypatch.setattr("mdfuse.compiled.overlap._held", lambda *_: math.inf)
+    (*_, best), _ = find(plain, None, replace(AUTO, prefetch_bytes=0))
+    assert host == best
 
 
 @pytest.mark.parametrize("seed", sampling.window(40, 6))
@@ -550,7 +584,7 @@ def test_what_could_save_little_is_rightly_left(
     by: Any = "layer" if is_by_layers else 0
     costs = drawn(seed)
     monkeypatch.setattr("mdfuse.compiled.overlap.table_of", lambda _: (costs, 0.0, []))
-    lowered = hir_lowering.lower(fd.fusion, options=Options(bucket_bytes=by, prefetch_bytes=by))
+    lowered = emitted(fd.fusion, Options(bucket_bytes=by, prefetch_bytes=by))
     options = replace(AUTO, bucket_bytes=by, prefetch_bytes=by)
     (_, _, host), _ = find(lowered, None, options)
     monkeypatch.setattr("mdfuse.compiled.overlap._gain", lambda *_: math.inf)
@@ -577,7 +611,8 @@ def test_savings_of_stages_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
             x = (fd.ops.relu(x @ w) @ v).on(mesh, split)
         fd.add_output(x)
     monkeypatch.setattr("mdfuse.compiled.overlap.table_of", lambda _: (costs, 0.0, []))
-    lowered = hir_lowering.lower(fd.fusion, None, options=PLAIN)
+    lowered = emitted(fd.fusion, PLAIN)
     best, _ = find(lowered, None, AUTO)
-    plain, chosen = (_timeline(host, costs).seconds for host in (lowered[-1], best[-1]))
+    hosts = lowered.program(), best[-1]
+    plain, chosen = (_timeline(host, costs).seconds for host in hosts)
     assert chosen < 0.97 * plain

@@ -23,6 +23,7 @@ from typing import Literal
 from mdfuse.config import Options
 from mdfuse.hir.analysis.dataflow import Dataflow, dataflow, shared_operand
 from mdfuse.hir.instructions import COMMUNICATIONS, POSTS, PURE_VIEWS, row_of
+from mdfuse.hir.once import once
 from mdfuse.hir.orders import Dims, seen_through
 from mdfuse.hir.program import HostProgram, Instruction
 
@@ -61,7 +62,7 @@ def run(program: HostProgram, options: Options) -> HostProgram:
     if most == "layer":
         raised = [*candidates(program, of_parameters=True)]
     else:
-        raised = [r for r in candidates(program) if r.bytes <= most]
+        raised = [r for r in raisable(program) if r.bytes <= most]
     if not raised:
         return program
     gaps = [_is_gap(i) for i in program.instructions]
@@ -88,8 +89,14 @@ def is_by_layers(program: HostProgram) -> bool:
 
 def largest(program: HostProgram) -> int:
     """Return the most bytes that a gather outside of loops takes ahead of its place; 0: none."""
-    comms = ((r, program.instructions[r.posts[0]].comm) for r in candidates(program))
+    comms = ((r, program.instructions[r.posts[0]].comm) for r in raisable(program))
     return max((r.bytes for r, c in comms if c is not None and c.kind == "Allgather"), default=0)
+
+
+@once
+def raisable(program: HostProgram) -> tuple[Raised, ...]:
+    """Return the posts that may move up, in order."""
+    return (*candidates(program),)
 
 
 def candidates(program: HostProgram, of_parameters: bool = False) -> Iterator[Raised]:

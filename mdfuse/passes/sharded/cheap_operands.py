@@ -64,7 +64,7 @@ def with_terms(fusion: Fusion) -> Fusion:
 def _is_free(fusion: Fusion, value: str) -> bool:
     """Return whether the layout of a value may change: users neither see nor state it."""
     of = fusion.values[value]
-    return not of.is_law and of.stream is None and value not in fusion.outputs
+    return not of.is_law and of.stream is None and value not in fusion.returned
 
 
 # -- as read ---------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def _as_terms(
 
 
 def _is_alone(fusion: Fusion, value: str) -> bool:
-    return len(fusion.consumers[value]) == 1 and value not in fusion.outputs
+    return len(fusion.consumers[value]) == 1 and value not in fusion.returned
 
 
 def _may_be_term(fusion: Fusion, value: str, axis: str, goal: Layout) -> bool:

@@ -169,7 +169,7 @@ def _sums(fusion: Fusion, expr: Expr) -> Iterator[tuple[str, tuple[Expr, ...]]]:
     """Yield each gradient of repeated heads, its reshapes, and its sum over those that share."""
     for x, key in zip(expr.outputs[_FIRST:], expr.inputs[_FIRST:], strict=False):
         chain, y = list[Expr](), x
-        while len(fusion.consumers[y]) == 1 and y not in fusion.outputs:
+        while len(fusion.consumers[y]) == 1 and y not in fusion.returned:
             (reader,) = fusion.consumers[y]
             chain.append(reader)
             if reader.op != "reshape":
