@@ -32,7 +32,6 @@ def multiply(
     *,
     rows: Part | None = None,
     part: Part | None = None,
-    has_zeros: bool = True,
 ) -> Tensor:
     """Multiply rows of x with the matrix of their group.
 
@@ -43,12 +42,10 @@ def multiply(
             the last, which becomes zeros.
         rows: (first, behind the last, all) of the rows that x has; None: all.
         part: (first, behind the last, all) of the groups that the weight has; None: all.
-        has_zeros: False: rows behind the last group count for nothing.
     """
     if weight.numel() and x.numel() and torch_private.has_grouped_kernel([x], [weight]):
         if rows is None and part is None:  # groups begin with the first row
-            products = torch_private.grouped_mm(aligned_rows(x), weight, ends.int())
-            return _zeroed(products, ends[-1]) if has_zeros else products
+            return _zeroed(torch_private.grouped_mm(aligned_rows(x), weight, ends.int()), ends[-1])
         return _by_kernel(x, weight, *_spans(x, weight.shape[0], ends, rows, part))
     result = x.new_zeros((x.shape[0], weight.shape[2]))
     for i, (a, b, mask) in enumerate(_groups(x, weight.shape[0], ends, rows, part)):
@@ -57,6 +54,16 @@ def multiply(
         else:
             result = torch.where(mask, x @ weight[i], result)
     return result
+
+
+def multiply_packed(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Multiply rows of x with the matrix of their group, as `multiply` does with all rows.
+
+    Rows behind the last group count for nothing, and may become anything.
+    """
+    if weight.numel() and x.numel() and torch_private.has_grouped_kernel([x], [weight]):
+        return torch_private.grouped_mm(aligned_rows(x), weight, ends.int())
+    return multiply(x, weight, ends)
 
 
 def multiply_grad(

@@ -137,8 +137,8 @@ def _by_expert(x: Tensor, n: Tensor) -> Tensor:
 def multiply(x: Tensor, weight: Tensor, n: Tensor, by_expert: bool) -> Tensor:
     """Multiply each row [rows,k] with the matrix of its expert, of [e,k,n]."""
     if by_expert:
-        return groups.multiply(x, weight, _ends(n), has_zeros=False)
-    products = groups.multiply(to_experts(x, n), weight, _ends(n), has_zeros=False)
+        return groups.multiply_packed(x, weight, _ends(n))
+    products = groups.multiply_packed(to_experts(x, n), weight, _ends(n))
     return to_parts(products, n)
 
 

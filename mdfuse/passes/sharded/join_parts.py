@@ -83,10 +83,8 @@ def _gathered(fusion: Fusion, expr: Expr, axes: tuple[str, ...]) -> Layout | Non
     """Return the layout of all parts behind a gather; None where results are split by it, or heads
     of the query are whole while those of keys are split.
     """
-    out = fusion.values[expr.outputs[0]]
     query, keys = (fusion.layout(x) for x in expr.reads[:2])
-    law = out.layout if out.is_law else None
-    if law is not None and any(not isinstance(law.placement(a), Replicate) for a in axes):
+    if any(not _is_whole(x, query, axes) for x in _laws(fusion, expr.outputs[0])):
         return None
     whole = Layout(query.mesh, {})
     for axis in query.mesh.axes:
@@ -98,6 +96,20 @@ def _gathered(fusion: Fusion, expr: Expr, axes: tuple[str, ...]) -> Layout | Non
         if isinstance(placement, Shard):
             whole = whole.with_placement(axis, replace(placement, dim=placement.dim + 1))
     return whole
+
+
+def _laws(fusion: Fusion, name: str) -> Iterator[Layout]:
+    """Yield the layouts that are asked for a value, and for copies of it."""
+    copies = (e.outputs[0] for e in fusion.exprs if e.op == "set" and name in e.inputs)
+    for x in (name, *copies):
+        value = fusion.values[x]
+        if value.is_law and value.layout is not None:
+            yield value.layout
+
+
+def _is_whole(law: Layout, query: Layout, axes: tuple[str, ...]) -> bool:
+    """Tell whether ranks that have parts of the keys all have a value whole."""
+    return law.mesh == query.mesh and all(isinstance(law.placement(a), Replicate) for a in axes)
 
 
 #: The sums and maxima, beside the results: one number for each row, which has many features.
