@@ -116,7 +116,7 @@ def _swapped(x: Tensor, n: Tensor) -> Tensor:
     (first, second), sizes = n.shape, [*chain.from_iterable(n.tolist())]
     behind = x.shape[0] - sum(sizes)
     if behind < 0:  # over a capacity: such a run is refused
-        return x
+        return x.clone()  # no number decides whose memory it is
     pieces = x.split([*sizes, behind])
     return torch.cat(
         [pieces[i * second + j] for j in range(second) for i in range(first)] + [pieces[-1]]

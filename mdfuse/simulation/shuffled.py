@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mdfuse.errors import ProgramError
@@ -25,7 +24,7 @@ from mdfuse.plan.index_checks import IndexChecks
 from mdfuse.plan.lines import Slots
 from mdfuse.plan.numbered_streams import CALLER
 from mdfuse.plan.pending import Pending
-from mdfuse.plan.signature import copy_alike
+from mdfuse.plan.signature import copy_alike, span
 from mdfuse.simulation.network import SimNetwork
 
 #: Steps that the host does by itself, in program order. Views are none: what they show may be a
@@ -240,8 +239,11 @@ def _nothing() -> None:
 
 
 def _filled(x: Any, number: int) -> Any:
-    is_integer = isinstance(x, Tensor) and not x.dtype.is_floating_point
-    return torch.full_like(x, number) if is_integer else x
+    """Return integers that are all the same, which lie as those of x do."""
+    if not isinstance(x, Tensor) or x.dtype.is_floating_point:
+        return x
+    first, behind = span(x)
+    return x.new_full(((behind - first) // x.itemsize,), number).as_strided(x.shape, x.stride())
 
 
 def _memory(x: Any) -> int:

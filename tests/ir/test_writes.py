@@ -495,3 +495,19 @@ def test_products_that_would_copy_are_not_written_so() -> None:
     assert writes.ordered_write(TABLE["matmul"], (1, 2, 0), [x, x.mT]) is None
     assert writes.ordered_write(TABLE["matmul"], (1, 0, 2), [x, None]) is None
     assert writes.ordered_write(TABLE["matmul"], (2, 0, 1), [x.mT.contiguous().mT, w]) is None
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.complex64])
+def test_a_result_has_memory_of_its_own(dtype: torch.dtype) -> None:
+    """Unless the row says that it is a view: later instructions may write over the operand."""
+    x, checked = torch.ones(4, 4).to(dtype), 0
+    for op in TABLE.values():
+        is_plain = op.host == "unary" and not op.is_view and not any(a.required for a in op.attrs)
+        try:
+            result = op.call(x) if is_plain else None
+        except (RuntimeError, NotImplementedError, TypeError):  # not of this dtype
+            continue
+        if isinstance(result, Tensor):
+            checked += 1
+            assert result.untyped_storage().data_ptr() != x.untyped_storage().data_ptr(), op.name
+    assert checked > 3

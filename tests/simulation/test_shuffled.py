@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from helpers.compiled_suite import launches
+from passes.test_count_rows_device import by_loop, given, layer, router
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Options, Shard
 from mdfuse.hir.text.parser import parse
+from mdfuse.ir import groups
 
 EXPANDED = """
 host @expanded on mesh(x=1) {
@@ -40,3 +43,18 @@ def test_indices_that_are_not_there_yet_are_none_that_are_out_of_range() -> None
     for seed in range(4):
         result = mf.simulate(program, [indices, rows], options=options, schedule=seed)
         assert torch.equal(result.outputs[0], rows[indices])
+
+
+@pytest.mark.parametrize("is_on_gpu", [False, True])
+def test_counts_that_are_not_there_yet(is_on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank's counts are columns of all; it turns its rows by them."""
+    monkeypatch.setattr(groups, "may_look", lambda _: not is_on_gpu)
+    values = given(13, 5, router(13, 5, 1))
+    options = Options(counts="device", poison=True, compile="always")
+    with launches():
+        program = mf.compile(layer({"ep": 2}, 13, 5, 1), options)
+        assert any(i.fn == "rows_to_experts" for i in program.host.walk())
+        for seed in range(3):
+            results = mf.simulate(program, values, schedule=seed, options=options).outputs
+            for result, want in zip(results, by_loop(values, 2), strict=True):
+                torch.testing.assert_close(result, want)

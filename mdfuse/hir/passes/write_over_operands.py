@@ -14,6 +14,7 @@ which the compiler joins with the result.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -64,8 +65,10 @@ def _pairs(program: HostProgram) -> Iterator[tuple[int, dict[str, str]]]:
     for n, i in enumerate(program.instructions):
         if i.op != "launch":
             continue
+        reads = dict.fromkeys(i.reads)
+        parts = Counter(map(flow.memory, reads))  # the unit may read views of an operand, too
         free = [
-            x for x in dict.fromkeys(i.reads) if x in bound and _is_own(flow, x) and lasts[x] == n
+            x for x in reads if x in bound and _is_own(flow, x) and lasts[x] == n and parts[x] == 1
         ]
         chosen = dict[str, str]()
         for y in i.outputs:

@@ -114,7 +114,7 @@ _unary("round_terms", calls.cast, exact(calls.cast), attr("dtype", "dtype", True
 row("where", lambda condition, a, b: torch.where(condition, a, b), dims.pointwise, shapes.broadcast,
     exact(out_forms.where), is_single=False, operands=(3, 3))  # fmt: skip
 for _name, _call in (
-    ("conj", torch.conj_physical),
+    ("conj", lambda x: torch.conj_physical(x) if x.is_complex() else x.clone()),
     ("real", lambda x: torch.real(x).clone()),
     ("imag", lambda x: torch.imag(x).clone()),
     ("angle", torch.angle),

@@ -12,7 +12,7 @@ from mdfuse.hir.program import HostProgram
 from mdfuse.hir.text.parser import parse
 from mdfuse.hir.verify.check import verify
 
-T = "f64[4,4] (x=R)"
+T, V = "f64[4,4] (x=R)", "f64[2,8] (x=R)"
 
 
 @pytest.fixture(autouse=True)
@@ -114,6 +114,12 @@ NOT = {
     "it is an output": text(unit(PLUS), Z, "%z, %h"),
     "the result is an output": text(unit(PLUS), Z, "%z, %y"),
     "it is a view": text(unit(f"%y: {T} = add(%t, 1.0)", "%t"), Z, before=VIEW),
+    "the unit reads a view, too": text(unit(f"%y: {T} = add(%h, %t)", "%h, %t"), Z, before=VIEW),
+    "another result is made of a view": text(
+        unit(f"{PLUS}\n        %s: {V} = mul(%v, 3.0)", "%h, %v", "%y, %s"),
+        f"%u: {V} = add(%s, 1.0)\n      {Z}", "%z, %u",
+        f"%v: {V} = reshape(%h, shape=[2,8])",
+    ),
     "it is an input": text(unit(f"%y: {T} = add(%w, 1.0)", "%w"), f"%z: {T} = matmul(%y, %h)"),
     "other elements are read": text(
         unit(f"{VIEW}\n        %y: {T} = add(%t, 1.0)"), Z
