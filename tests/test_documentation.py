@@ -152,6 +152,15 @@ def test_pages_that_files_name_are_there() -> None:
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
+@pytest.mark.parametrize("folder", ["mdfuse", "tests", "benchmarks", "examples", "docs"])
+def test_modules_that_files_name_are_there(folder: str) -> None:
+    """Docstrings, comments and pages name modules by their path, from one of these folders."""
+    for file in (f for kind in ("*.py", "*.md") for f in (ROOT / folder).rglob(kind)):
+        above = (ROOT, ROOT / "mdfuse", ROOT / "tests", *file.parents[:2])
+        for name in re.findall(r"`([a-z_0-9/]+/\w+\.py)`", file.read_text(encoding="utf-8")):
+            assert any((x / name).exists() for x in above), f"{file} names {name}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_that_blocks_name_are_there(page: Path) -> None:
     """What commands in blocks run: scripts, tests, examples, benchmarks."""

@@ -9,7 +9,7 @@
 
 What follows from a block's index, and the handles of its posts, belong to that index: `%x.i@1` is
 one value, whichever blocks make and read it. Blocks are written in an order in which each could run
-once; the calls say which one runs at which index, when (`verify/calls.py`).
+once; the calls say which one runs at which index, when (`verify/call_order.py`).
 """
 
 from __future__ import annotations

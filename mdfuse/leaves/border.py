@@ -86,7 +86,9 @@ class PartBorder:
             box = self._leaf_boxes[leaf]
             assert local is not None and box is not None
             if box not in parts:
-                part = x[index_of(relative(box, local))]
+                part = x.new_empty(_shape(box))
+                if box_size(box):  # without elements it may lie outside of the rank's
+                    part = x[index_of(relative(box, local))]
                 parts[box] = part if lies_as_new(part) else as_new(part)
             by_leaf[leaf] = parts[box]
         return by_leaf
@@ -116,7 +118,7 @@ class PartBorder:
         for leaf, x in parts.items():
             if self._leaf_boxes[leaf] == box:
                 return x
-        result = torch.empty([b - a for a, b in box], dtype=dtype, device=device)
+        result = torch.empty(_shape(box), dtype=dtype, device=device)
         for leaf, x in parts.items():
             piece = self._leaf_boxes[leaf]
             assert piece is not None
@@ -169,6 +171,10 @@ def as_new(x: Tensor) -> Tensor:
 def _one_run(layout: Layout, shape: Sequence[int], rank: int) -> Box | None:
     rows = layout.rows(shape, rank)
     return tuple(runs[0] for runs in rows) if all(len(runs) == 1 for runs in rows) else None
+
+
+def _shape(box: Box) -> list[int]:
+    return [stop - start for start, stop in box]
 
 
 def _inside(piece: Box | None, box: Box | None) -> bool:

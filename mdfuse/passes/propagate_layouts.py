@@ -188,8 +188,8 @@ def _whole_outputs(fusion: Fusion) -> Fusion:
 
 def _check_reused(fusion: Fusion, value: Value, buffer: str) -> None:
     """Raise LayoutError where a law on an output contradicts the input that it is written into."""
-    layout = fusion.layout(buffer)
-    if value.layout != layout:
+    layout, ndim = fusion.layout(buffer), len(value.shape)
+    if value.placed.normalized(ndim) != layout.normalized(ndim):  # axes of one rank split nothing
         raise LayoutError(
             f"%{value.name} is laid out as {value.layout}, but it is written into "
             f"%{buffer}: {layout}",

@@ -2,7 +2,7 @@
 
 A fake recorder stands for CUDA graphs: a replay makes the recorded calls again, on the addresses
 that they had, and puts the results where the first ones lay. On GPUs the same is tested with CUDA's
-own in `tests/multidevice/test_graphs_ranks.py`.
+own in `tests/multidevice/test_plans_ranks.py`.
 """
 
 from __future__ import annotations
