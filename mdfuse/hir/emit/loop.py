@@ -104,9 +104,20 @@ class Loop:
         return name
 
     def stream(self, value: str) -> Stream:
-        """Return the stream of a value that the loop computes."""
+        """Return the stream of a value that the loop computes.
+
+        Raises:
+            LoweringError: its layout says that it is whole, since others read it so.
+        """
         stream = self.fusion.values[value].stream
-        assert stream is not None
+        if stream is None:
+            raise LoweringError(
+                f"%{value} is computed in a loop over chunks, and its layout has none",
+                where=self.fusion.where(value),
+                because="a layout that is asked for splits its result along another dim",
+                hint='Options(context="auto") chooses a form that can; or ask for that layout of a '
+                "copy: fd.ops.set(y)",
+            )
         return stream
 
     def landing(self, value: str) -> str:

@@ -249,3 +249,28 @@ def test_what_cannot_go_around_is_refused_with_a_reason() -> None:
     batch = dict.fromkeys("qkv", 0)
     text = refusal(fd, lambda x, o: mf.pipeline(x, microbatches=2, batch=batch, options=o))
     assert "microbatches" in text
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_gradient_whose_result_is_split_otherwise(dim: int) -> None:
+    """A layout that is asked of the result itself is refused; of a copy it is not."""
+
+    def asked(is_copy: bool) -> mf.FusionDefinition:
+        mesh, rows = DeviceMesh.arange(cp=2), {"cp": Shard(2)}
+        with mf.FusionDefinition("split_otherwise") as fd:
+            q, k, v = (fd.define_tensor([2, 4, 8, 4], torch.float64, mesh, rows) for _ in "qkv")
+            y, _ = mf.ops.attention(q, k, v, is_causal=True)
+            y = (fd.ops.set(y) if is_copy else y).on(mesh, {"cp": Shard(dim)})
+            fd.add_output(y)
+            for g in mf.grad(y.square().sum(), [q, k, v]):
+                fd.add_output(fd.ops.set(g).on(mesh, rows))
+        return fd
+
+    with pytest.raises(mf.MdfuseError, match="computed in a loop over chunks") as caught:
+        mf.compile(asked(False), RING)
+    assert 'context="auto"' in str(caught.value) and "test_ring.py" in str(caught.value)
+    given = [torch.randn(2, 4, 8, 4, dtype=torch.float64) for _ in "qkv"]
+    leaves = [x.clone().requires_grad_() for x in given]
+    want = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
+    grads = torch.autograd.grad(want.square().sum(), leaves)
+    check_everywhere(mf.compile(asked(True), RING), given, [want.detach(), *grads])
