@@ -335,6 +335,9 @@ def _rows_call(name: str) -> Callable[[random.Random], tuple[list[Any], dict[str
             "sum_of_rows": [x, counts],
             "spread_rows": [torch.ones(1, e, d + wrong), x, counts],
             "mask_rows": [x, counts],
+            "rows_to_experts": [x, counts],
+            "rows_to_parts": [x, counts],
+            "row_places": [torch.zeros(t, k).long(), counts],
         }
         return operands[name], {}
 
@@ -343,9 +346,24 @@ def _rows_call(name: str) -> Callable[[random.Random], tuple[list[Any], dict[str
 
 _ON_ROWS = (
     "ungroup_rows", "group_rows", "rows_mm", "rows_mm_grad", "sum_of_rows", "spread_rows",
-    "mask_rows", "line_up_rows", "put_back_rows",
+    "mask_rows", "line_up_rows", "put_back_rows", "rows_to_experts", "rows_to_parts", "row_places",
 )  # fmt: skip
+
+
+def _counts_call(drawn: random.Random) -> tuple[list[Any], dict[str, Any]]:
+    """The experts of tokens, and now and then how many of these each part has, or other numbers."""
+    tokens, parts = drawn.randint(0, 6), drawn.randint(1, 4)
+    shape = [tokens, drawn.randint(1, 3)][: drawn.randint(1, 2)]
+    attrs: dict[str, Any] = {"experts": drawn.randint(1, 4), "parts": parts}
+    if drawn.random() < 0.5:
+        ends = sorted(drawn.randint(0, tokens) for _ in range(parts - 1))
+        sizes = [b - a for a, b in zip([0, *ends], [*ends, tokens], strict=True)]
+        attrs["sizes"] = tuple(sizes if drawn.random() < 0.7 else [*sizes, 1])
+    return [torch.zeros(shape, dtype=torch.int64)], attrs
+
+
 _DRAWN = {
+    "counts": _counts_call,
     **{name: _rows_call(name) for name in _ON_ROWS},
     **{f"{name}_grad": _slope_call(f"{name}_grad") for name in slopes.NAMES},
     "routed_mm": _routed_call,

@@ -181,7 +181,7 @@ BROKEN: dict[str, tuple[str, str, str]] = {
         "%t_2.i: f64[<=16:%n.i.counted,4] of [2,4,8,8] (ep=S1, chunk(3,2,%i))", "other dims"),
     "a post without counts": (" counts=%n.i.counted", "", "post of 2 operands"),
     "other counts of the rows": (
-        "rows_mm(%rows.i, %up, %n.ep_S1.i)", "rows_mm(%rows.i, %up, %n.ep_S1.i.other)", "counts"),
+        "rows_mm(%rows.i, %up, %n.ep_S1.i,", "rows_mm(%rows.i, %up, %n.ep_S1.i.other,", "counts"),
     "too many rows of a chunk": ("most=4)", "most=5)", "may have 5 rows by its fetch, and 4"),
 }  # fmt: skip
 

@@ -80,6 +80,7 @@ NO_GRADIENT: dict[str, str] = {
         "lowering makes it",
     ),
     **dict.fromkeys(("attention_parts", "attention_terms"), "lowering makes it"),
+    **dict.fromkeys(("row_places", "rows_to_experts", "rows_to_parts"), "lowering makes it"),
     **dict.fromkeys(("attention_halo_grad", "add_halos"), "lowering makes it"),
 }
 
