@@ -11,7 +11,6 @@ import mmap
 import os
 import random
 from collections.abc import Callable
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -172,11 +171,10 @@ def forks(count: int, act: Callable[[int], None]) -> list[int]:
     return processes
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("members", [2, 3])
 def test_ranks_add_in_team_order(members: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Posts of any size and dtype follow each other, and no rank waits for good."""
-    if find_spec("triton") is None:
-        return  # the others run everywhere
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     from mdfuse.backends.symmetric.cuda_sums_kernels import add_up
 

@@ -11,6 +11,7 @@ import mdfuse as mf
 from mdfuse import DeviceMesh, Options, Shard
 from mdfuse.hir.text.parser import parse
 from mdfuse.ir import groups
+from mdfuse.simulation.shuffled import _filled
 
 EXPANDED = """
 host @expanded on mesh(x=1) {
@@ -43,6 +44,17 @@ def test_indices_that_are_not_there_yet_are_none_that_are_out_of_range() -> None
     for seed in range(4):
         result = mf.simulate(program, [indices, rows], options=options, schedule=seed)
         assert torch.equal(result.outputs[0], rows[indices])
+
+
+def test_stand_ins_lie_as_what_they_stand_for() -> None:
+    """A compiled unit takes operands of one form alone."""
+    whole = torch.arange(15).view(3, 5)
+    for x in (whole, whole[:, :2], whole.T, whole[:0], whole[1:2, 3:]):
+        stand_in = _filled(x, 7)
+        assert (stand_in.shape, stand_in.stride()) == (x.shape, x.stride())
+        assert torch.equal(stand_in, torch.full_like(x, 7))
+    floats = torch.ones(2)
+    assert _filled(floats, 7) is floats
 
 
 @pytest.mark.parametrize("is_on_gpu", [False, True])
