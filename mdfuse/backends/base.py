@@ -234,6 +234,17 @@ class Interruptible(Protocol):
         """Make the waits of this rank raise BackendError; return whether that was possible."""
 
 
+@runtime_checkable
+class Releasing(Protocol):
+    """A backend whose posts on a device another thread can end.
+
+    The device then goes on, with garbage in the buffers of these posts.
+    """
+
+    def release(self) -> None:
+        """End all posts of this rank that are under way; later ones raise BackendError."""
+
+
 class Resettable(Protocol):
     """A user of a communicator's groups that gives them up in `reset`."""
 

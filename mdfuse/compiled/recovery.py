@@ -169,6 +169,8 @@ class Holding(NamedTuple):
         states: version of the state -> this rank's parts, of fixed values, too.
         parts: this rank's parts as they are, whole or not.
         saved: folder -> the version of the state that was saved there.
+        last: the last version that the device had made before its posts were ended; None: they
+            were not.
     """
 
     values: Values
@@ -177,6 +179,7 @@ class Holding(NamedTuple):
     states: Mapping[int, State]
     parts: State
     saved: Mapping[str, int]
+    last: int | None = None
 
 
 class _Choice(NamedTuple):
@@ -263,7 +266,7 @@ def _holding_text(holding: Holding | None) -> str | None:
         return None
     rows = [(n, x.shape, x.dtype, x.layout) for n, x in holding.values.items()]
     types = base64.b64encode(pickle.dumps((rows, [*holding.fixed], [*holding.members]))).decode()
-    return json.dumps([[*holding.states], {**holding.saved}, types])
+    return json.dumps([[*holding.states], {**holding.saved}, types, holding.last])
 
 
 def _chosen(
@@ -273,15 +276,23 @@ def _chosen(
     comm: Communicator,
     or_from: str | Path | None,
 ) -> _Choice:
-    """Return the newest version of which nothing is missing, or that a checkpoint completes."""
+    """Return the newest version of which nothing is missing, or that a checkpoint completes.
+
+    Where devices had posts ended, it is one that all of them had made: a post that one rank ends
+    may bring garbage to another rank, whose device then goes on as if nothing were wrong.
+    """
     rows = {rank: json.loads(text) for rank, text in enumerate(said) if text is not None}
     if not rows:
         raise ProgramError("no rank has a state", hint="pass the step to recover on survivors")
-    _, saved, types = rows[min(rows)]
+    _, saved, types, _ = rows[min(rows)]
     values, fixed, members = pickle.loads(base64.b64decode(types))
     values = {n: ValueAt(*x) for n, *x in values}
     numbers = _numbers(members, comm.membership.members)
-    held = {rank: {*states} for rank, (states, *_) in rows.items()}
+    last = min([x for *_, x in rows.values() if x is not None], default=None)
+    held = {
+        rank: {n for n in states if last is None or n <= last}
+        for rank, (states, *_) in rows.items()
+    }
 
     def before(version: int) -> Values:
         lost = {*numbers.values()} - {*rows}

@@ -128,6 +128,7 @@ class Run(Iterator[tuple[int, Any]]):
                     self._finish()
                     raise StopIteration
                 results = self.running(*self.running.shard(*batch))
+                _inner(self.running).settle()  # a loss that the loop reads is there
             except BackendError as error:
                 if self._comm is None:
                     raise

@@ -133,8 +133,15 @@ class Step:
         except BaseException as error:
             self._versions.broke_off(error)
             raise
-        self._versions.number += 1
+        self._versions.end()
         return None if self._results is None else self._results(outputs)
+
+    def settle(self) -> None:
+        """Wait for the device where survivors of a lost rank could go on; else return at once.
+
+        An error of a device that hangs is raised here then, and not where a result is read.
+        """
+        self._versions.settle()
 
     @property
     def version(self) -> int:
@@ -185,6 +192,7 @@ class Step:
             states=states,
             parts={**self.state, **fixed},
             saved=self._saved,
+            last=self._versions.last,
         )
 
     def note_saved(self, folder: str | Path, version: int) -> None:

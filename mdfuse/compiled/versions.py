@@ -12,7 +12,10 @@ from traceback import walk_tb
 import torch
 from torch import Tensor
 
+from mdfuse.backends.nccl.cuda_driver import CudaDevice
 from mdfuse.evaluator import HostIrEvaluator
+from mdfuse.runtime.communicator import live
+from mdfuse.runtime.interruption import DeviceRuns, can_rebuild
 from mdfuse.runtime.watch.plan_position import causes, wrote
 
 State = Mapping[str, Tensor | None]
@@ -32,6 +35,8 @@ class Versions:
 
     def __init__(self, state: State, is_double: bool) -> None:
         self._state, self.number, self.is_whole = state, 0, True
+        self._device = next((x.device for x in state.values() if x is not None and x.is_cuda), None)
+        self._runs: DeviceRuns | None = None
         #: copies before the last two runs, the older one first: ranks may be a run apart
         self._copies: list[tuple[int | None, State]] = []
         for _ in range(2 * is_double):
@@ -56,6 +61,19 @@ class Versions:
                     x.copy_(self._state[name])  # type: ignore[arg-type]  # both are None, or none
         self._copies = [*self._copies[1:], (self.number, copy)]
 
+    def end(self) -> None:
+        """Count a run; on a device, note when it is done where survivors could go on."""
+        self.number += 1
+        if self._device is not None and (self._runs is not None or _may_be_interrupted()):
+            if self._runs is None:
+                self._runs = DeviceRuns(CudaDevice(self._device))
+            self._runs.mark(self.number)
+
+    def settle(self) -> None:
+        """Wait until the device has done all runs, where survivors could go on without it."""
+        if self._runs is not None:
+            torch.cuda.synchronize(self._device)
+
     def broke_off(self, error: BaseException) -> None:
         """Note that a run raised an error."""
         if may_have_written(self._state, error):
@@ -66,7 +84,19 @@ class Versions:
         states: dict[int, State] = {n: x for n, x in self._copies if n is not None}
         if self.is_whole:
             states[self.number] = self._state
-        return states
+        last = self.last
+        return states if last is None else {n: x for n, x in states.items() if n <= last}
+
+    @property
+    def last(self) -> int | None:
+        """The last version that the device had made before its posts were ended; None: never."""
+        return None if self._runs is None else self._runs.last
+
+
+def _may_be_interrupted() -> bool:
+    """Return whether the watchdog may end what a device does, and survivors go on."""
+    comm = live()
+    return comm is not None and can_rebuild(comm)
 
 
 def may_have_written(names: State, error: BaseException) -> bool:

@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NoReturn
@@ -38,6 +38,7 @@ from mdfuse.runtime.first_meeting import (
     not_joined,
     why_not_beside,
 )
+from mdfuse.runtime.interruption import Interruption
 from mdfuse.runtime.membership import Membership
 from mdfuse.runtime.null_world import NULL, null_arguments
 from mdfuse.runtime.opening import door_of, stand_in
@@ -102,26 +103,24 @@ class Communicator:
         self.first_run = threading.RLock()
         self.crowd = ""
         self.serials = itertools.count()
-        self._is_fork = False
+        self._is_fork = self._is_closed = False
         self._world = world
         self._backends = {backend.name: backend}
+        self.interruption = Interruption(self)
         self._meetings = meetings
         self._is_host = is_host
         self.at_end: dict[str, Callable[[], object]] = {}
         #: how long the others may need the store that this rank hosts, seconds
         self.grace_s = _GRACE_S
-        self._is_closed = False
         self._watch = world.watch or Watch(rank=self.rank, timeout_s=world.timeout_s)
         self._watch.abort = self._abort
+        self._watch.interruption = self.interruption
         self._words = PrefixStore("watch", world.store)
         self._graphs: weakref.WeakSet[Resettable] = weakref.WeakSet()
         self._refusals = Refusals(
-            store=self._words,
-            rank=self.rank,
-            size=meetings.size,
-            timeout_s=world.timeout_s,
+            store=self._words, rank=self.rank, size=meetings.size, timeout_s=world.timeout_s,
             waiting=self._watch.waiting,
-        )
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         return (
@@ -179,6 +178,10 @@ class Communicator:
     def _carrier(self, name: str | None) -> Backend:
         return self._backends[name or self.backend]
 
+    def carriers(self) -> Collection[Backend]:
+        """Return the backends that are open."""
+        return dict.fromkeys(self._backends.values())
+
     def can_capture(self, backends: Iterable[str]) -> bool:
         """Return whether CUDA graphs can hold the posts of these backends and of the first."""
         rows = [BACKENDS[name] for name in (self.backend, *backends) if name in BACKENDS]
@@ -211,7 +214,7 @@ class Communicator:
             graph.reset()
         self._watch.leaves = "went on with those that are left"
         self._watch.close()
-        for backend in dict.fromkeys(self._backends.values()):
+        for backend in self.carriers():
             within(CLOSING_S, backend.close)
 
     def abort(self) -> None:
@@ -222,7 +225,7 @@ class Communicator:
 
     def _abort(self) -> bool:
         """End the waits of this rank with an error; return whether a backend could."""
-        backends = [b for b in self._backends.values() if isinstance(b, Interruptible)]
+        backends = [b for b in self.carriers() if isinstance(b, Interruptible)]
         return any([x.abort() for x in backends])  # noqa: C419  of a generator it would stop early
 
     def all_ok(self, error_text: str | None) -> tuple[str | None, ...]:
@@ -303,9 +306,9 @@ class Communicator:
 
     def clock_offset(self, name: str, timeout_s: float | None = None) -> tuple[int, int]:
         """Return how far this rank's clock is from rank 0's unix time, and the error, ns."""
-        store, size = PrefixStore(name, self.store), self._meetings.size
+        store = PrefixStore(name, self.store)
         with self._watch.waiting("the alignment of clocks"):
-            return offset(store, self.rank, size, timeout_s=timeout_s)
+            return offset(store, self.rank, self._meetings.size, timeout_s=timeout_s)
 
     @property
     def has_fast_lane(self) -> bool:
@@ -314,7 +317,7 @@ class Communicator:
 
     def replays(self, name: str, stream: int) -> Replays | None:
         """Return the notes of a program's graph replays; None where torch's watchdog sees them."""
-        makers, team = (self._world.lanes, *self._backends.values()), tuple(range(self.size))
+        makers, team = (self._world.lanes, *self.carriers()), tuple(range(self.size))
         track = track_of(self._watch, stream, makers)
         if track is None:
             return None
@@ -351,7 +354,7 @@ class Communicator:
         remaining = self._leave(self.grace_s if failure is None else REPORTS_S)
         if remaining and failure is None:
             _log.warning("rank %d closed before %s did", self.rank, ranks_text(remaining))
-        for backend in dict.fromkeys(self._backends.values()):
+        for backend in self.carriers():
             backend.close()
 
     def _leave(self, grace_s: float) -> list[int]:
@@ -475,8 +478,7 @@ def follow(communicator: Communicator) -> None:
 
 def alone(world: World) -> Communicator:
     """Return the communicator of a rank that meets nobody: backend "null"."""
-    meetings = Meetings(world.store, 0, 1, world.timeout_s)
-    backend = BACKENDS[NULL].open(world)
+    backend, meetings = BACKENDS[NULL].open(world), Meetings(world.store, 0, 1, world.timeout_s)
     return Communicator(world=world, backend=backend, meetings=meetings, is_host=False)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from mdfuse.bootstrap import Launch
 
 #: A process: the rank that its launcher gave it, and the epoch in which it joined, 0 for the first.
 Member = tuple[int, int]
@@ -46,3 +49,16 @@ class Membership:
         """Return the rank before of a rank now; None where it is new."""
         before, member = self.before or self.members, self.members[rank]
         return before.index(member) if member in before else None
+
+
+def why_no_survivors(launch: Launch, environment: Mapping[str, str]) -> str | None:
+    """Return why a launcher leaves nobody to go on after a rank has died; None: it does.
+
+    >>> why_no_survivors(Launch(name="mpirun", rank=0, size=2, local_rank=0, why=""), {})
+    'mpirun ends all ranks once one of them has died'
+    """
+    if launch.name in ("mpirun", "srun"):
+        return f"{launch.name} ends all ranks once one of them has died"
+    if environment.get("TORCHELASTIC_RUN_ID") and launch.local_size != 1:
+        return "torchrun's agent ends its other ranks 0.1 s after one dies, and restarts all"
+    return None

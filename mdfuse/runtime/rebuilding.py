@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mdfuse.backends.c10d.group_openers import default_group
+from mdfuse.backends.nccl.cuda_driver import CudaDevice
 from mdfuse.bootstrap import Launch, detect
 from mdfuse.config import Options, backend_choice, options_from_environment
 from mdfuse.errors import BackendError, ProgramError, shown
@@ -19,7 +20,8 @@ from mdfuse.runtime.agreement.abort_protocol import not_open
 from mdfuse.runtime.agreement.epochs import Electorate, Excluded, Heard, Pulse, asked
 from mdfuse.runtime.communicator import Communicator, follow, init, live, opened
 from mdfuse.runtime.first_meeting import Door, watch_for
-from mdfuse.runtime.membership import Member, Membership
+from mdfuse.runtime.interruption import settled
+from mdfuse.runtime.membership import Member, Membership, why_no_survivors
 from mdfuse.runtime.null_world import NULL
 from mdfuse.runtime.opening import AT_EXIT, loaded
 from mdfuse.runtime.stores import open_store
@@ -86,6 +88,8 @@ def rebuild(
             hint="call mdfuse.init() first",
         )
     _check_launch(comm.launch, os.environ)
+    if comm.device.type == "cuda":
+        comm.interruption.cancel(settled(CudaDevice(comm.device)))
     comm.abort()
     return _agreed(comm, settle_s)
 
@@ -105,11 +109,8 @@ def _check_no_error(error: object) -> None:
 
 def _check_launch(launch: Launch, environment: Mapping[str, str]) -> None:
     """Raise BackendError where the launcher leaves no survivors alone."""
-    if launch.name in ("mpirun", "srun"):
-        why = f"{launch.name} ends all ranks once one of them has died"
-    elif environment.get("TORCHELASTIC_RUN_ID") and launch.local_size != 1:
-        why = "torchrun's agent ends its other ranks 0.1 s after one dies, and restarts all"
-    else:
+    why = why_no_survivors(launch, environment)
+    if why is None:
         return
     raise BackendError(
         f"rank {launch.rank} cannot rebuild under {launch.name}",

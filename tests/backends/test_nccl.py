@@ -6,6 +6,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -572,6 +573,59 @@ def test_close_never_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     hang.set()
 
 
+@pytest.mark.parametrize("is_held", [False, True])
+def test_posts_are_ended_by_an_abort(monkeypatch: pytest.MonkeyPatch, is_held: bool) -> None:
+    """It goes on as long as a graph uses the communicator, and `close` destroys nothing twice."""
+    monkeypatch.setattr(nccl_lane, "_ABORT_S", 0.2)
+    world, graph = World((0, 1)), threading.Event()
+    lane, binding = world.lanes[0], world.bindings[0]
+
+    def abort(comm: Any) -> None:
+        world.log.append(("abort", comm))
+        if is_held:
+            graph.wait(20)
+
+    binding.comm_abort = abort  # type: ignore[method-assign]
+    lane.release()
+    lane.release()
+    lane.close()
+    assert world.log.count(("abort", "comm")) == 1 and "destroy" not in world.log
+    assert lane.failure() is None
+    graph.set()
+    call = Call(kind="Allreduce", team=(0, 1), rank=0, reduce_op="sum")
+    x = torch.ones(4)
+    with pytest.raises(BackendError, match="has closed its fast lane") as error:
+        lane.prepare(call, [x], [x], PostSite(stream=COMPUTE, at_once=True, where="mlp.py:14"))
+    assert "mdfuse.rebuild(error)" in str(error.value)
+
+
+def test_a_backend_ends_the_posts_of_its_lanes_and_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Group:
+        def __init__(self) -> None:
+            self.calls: list[str] = []
+
+        def abort(self) -> None:
+            self.calls.append("abort")
+
+        def shutdown(self) -> None:
+            self.calls.append("shutdown")
+
+    groups, on_device = [Group(), Group()], [True, False]
+    for group, is_device in zip(groups, on_device, strict=True):
+        device, opener = torch.device("cpu"), Opener()
+        backend = C10dBackend(
+            "gloo", rank=0, device=device, store=HashStore(), timeout_s=5, lanes=opener
+        )
+        backend._library = replace(backend._library, on_current=is_device)
+        monkeypatch.setattr(backend, "_make", lambda _, g=group: SimpleNamespace(group=g))
+        backend.prepare([(0, 1)])
+        backend.release()
+        backend.close()
+        assert opener.log[1:] == ["release"] * is_device + [("close", (0, 1)), "close"]
+        assert backend.track(7) is None, "a host queues nothing"
+    assert [x.calls for x in groups] == [["abort"], ["shutdown"]]
+
+
 def test_close_goes_on_where_nccl_fails() -> None:
     world = World((0, 1))
 
@@ -659,7 +713,10 @@ class Opener:
     def open(self, team: tuple[int, ...], store: Store) -> Any:
         store.set("mine", "")
         self.log.append(team)
-        return SimpleNamespace(close=lambda: self.log.append(("close", team)))
+        return SimpleNamespace(
+            close=lambda: self.log.append(("close", team)),
+            release=lambda: self.log.append("release"),
+        )
 
     def close(self) -> None:
         self.log.append("close")

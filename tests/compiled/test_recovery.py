@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from itertools import combinations, product
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,15 @@ from torch import Tensor
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, Layout, Replicate, Shard
-from mdfuse.compiled.recovery import ValueAt, planned, renumbered
+from mdfuse.compiled.recovery import (
+    Holding,
+    ValueAt,
+    _chosen,
+    _holding_text,
+    planned,
+    renumbered,
+)
+from mdfuse.runtime.membership import Membership
 
 #: Meshes, each with every set of ranks that it may lose.
 LOSSES = [
@@ -152,6 +162,24 @@ def test_a_run_that_broke_off_counts_as_half_written() -> None:
     assert "%w: no rank holds [0:4]" in str(error.value)
     after = mf.recover(steps[1], program())
     assert after.state["w"].tolist() == [1.0] * 4 and after.version == 1
+
+
+@pytest.mark.parametrize(("lasts", "version"), [([None, None], 5), ([None, 4], 4), ([5, 4], 4)])
+def test_a_version_is_one_that_all_devices_had_made(lasts: list[int | None], version: int) -> None:
+    """A rank whose posts another one ended may have garbage in a run that its device finished."""
+    old, new = DeviceMesh.arange(dp=3), DeviceMesh.arange(dp=2)
+    value = ValueAt((4,), torch.float32, Layout(old))
+    members = [(n, 0) for n in range(3)]
+    states = [{4: {}, 5: {}}, {4: {}}]
+    holdings = [
+        Holding({"w": value}, [], members, state, {}, {}, last)
+        for state, last in zip(states, lasts, strict=True)
+    ]
+    membership = Membership(tuple(members[:2]), tuple(members), 1)
+    texts = [_holding_text(x) for x in holdings]
+    goal = {"w": value._replace(layout=Layout(new))}
+    comm: Any = SimpleNamespace(membership=membership)
+    assert _chosen(holdings[0], goal, texts, comm, None).version == version
 
 
 def test_boxes_that_nobody_holds_are_read(tmp_path: Path) -> None:

@@ -13,12 +13,18 @@ from mdfuse.backends.base import Poster, Posting, PostSite, Work, check_call, ch
 from mdfuse.backends.c10d.c10d_posts import Team, build_post, prepared, prepared_together
 from mdfuse.backends.c10d.group_openers import LIBRARIES
 from mdfuse.backends.c10d.sockets import Sockets, opened, shut_down
+from mdfuse.backends.nccl.cuda_driver import CudaDevice
 from mdfuse.backends.nccl.lane import LaneOpener, NcclLane
+from mdfuse.backends.post_notes import Track
 from mdfuse.backends.teams import new_teams, not_connected, team_key
 from mdfuse.backends.transfers import Post
 from mdfuse.backends.work import DONE, explained
+from mdfuse.interpreter import threads
 from mdfuse.layouts.call import Call
 from mdfuse.torch_private import Group, PrefixStore, Store
+
+#: How long the abort of a group may take once nothing uses it, seconds.
+_ABORT_S = 2.0
 
 
 @dataclass(eq=False)
@@ -50,6 +56,8 @@ class C10dBackend:
     _open: Callable[[Store, int, int], Group] | None = field(default=None, init=False)
     _teams: dict[tuple[int, ...], Team] = field(default_factory=dict, init=False)
     _sockets: list[Sockets] = field(default_factory=list, init=False)
+    _gpu: CudaDevice | None = field(default=None, init=False)
+    _ending: list[threads.Job] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self._library = LIBRARIES[self.name]
@@ -78,6 +86,28 @@ class C10dBackend:
         ended = [shut_down(sockets) for sockets in self._sockets]  # any() alone would stop early
         return any(ended)
 
+    def release(self) -> None:
+        """End posts on the device; see `Releasing`. Libraries whose posts are the host's have none.
+
+        An abort ends once no graph uses the group.
+        """
+        if self._library.on_current:
+            for lane in self._lanes.values():
+                lane.release()
+            for team in self._teams.values():
+                self._ending.append(threads.start(team.group.abort, "mdfuse-abort"))
+            self._teams.clear()
+
+    def track(self, stream: int) -> Track | None:
+        """Return a new track of the work queued on a stream; see `Tracking`.
+
+        Torch's own watchdog does not see posts that a graph holds.
+        """
+        if self.device.type != "cuda":
+            return None
+        self._gpu = self._gpu or CudaDevice(self.device)
+        return self._gpu.track(stream)
+
     def close(self) -> None:
         """Close all lanes, then all groups."""
         for lane in self._lanes.values():
@@ -87,6 +117,8 @@ class C10dBackend:
             self.lanes.close()
         for team in self._teams.values():
             team.group.shutdown()
+        for ending in self._ending:
+            ending.join(_ABORT_S)
         self._teams.clear()
         self._sockets.clear()
         self._open = None

@@ -76,6 +76,7 @@ class NcclLane:
     _tracks: dict[int, Track] = field(default_factory=dict)
     _posts: dict[Any, tuple[tuple[Prepared, ...], Any] | None] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _ending: threads.Job | None = None
 
     def __post_init__(self) -> None:
         self.stream = self.device.new_stream()
@@ -168,8 +169,9 @@ class NcclLane:
         if self.comm is None:
             raise BackendError(
                 f"{call.kind} on team {call.team}: rank {self.rank} has closed its fast lane",
-                because="close() gave up the communicator",
-                hint="call mdfuse.init() again, on all ranks, and compile the program again",
+                because="close() gave up the communicator, or the watchdog ended its posts",
+                hint="call mdfuse.init() again, on all ranks, and compile the program again; "
+                "survivors of a lost rank call mdfuse.rebuild(error)",
             )
         port = Port(binding=self.binding, comm=self.comm, stream=stream)
         if len(group) > 1:
@@ -224,6 +226,16 @@ class NcclLane:
             words = self.binding.get_error_string(result)
             return f"{words}: {self.binding.get_last_error(self.comm)}"
 
+    def release(self) -> None:
+        """End posts under way by an abort of the communicator; see `Releasing`.
+
+        Their kernels end at once. The abort itself ends once no graph uses the communicator.
+        """
+        self.noter.forget(self.failure)
+        comm = self._take()
+        if comm is not None:
+            self._ending = threads.start(lambda: self.binding.comm_abort(comm), "mdfuse-abort")
+
     def close(self) -> None:
         """Destroy the communicator; a second close does nothing.
 
@@ -233,7 +245,9 @@ class NcclLane:
         and then free everything a second time.
         """
         self.noter.forget(self.failure)
-        comm = self._take()
+        comm, ending = self._take(), self._ending
+        if ending is not None and not ending.join(_ABORT_S):
+            _log.warning("rank %d: the abort of %s goes on", self.rank, self.team)
         if comm is None:
             return
         binding, rank = self.binding, self.rank

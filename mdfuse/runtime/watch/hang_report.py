@@ -114,13 +114,21 @@ class Table:
     missing: Mapping[int, str] = field(default_factory=dict)
 
 
-def report(alarm: Alarm, table: Table) -> BackendError:
-    """Return the error that the watchdog reports before it ends the process."""
+#: The consequences of an alarm.
+ENDS = "this process ends now"
+RAISED = "results that its device had not computed by then are worthless"
+
+#: The remedy where the program goes on.
+_REBUILD = "mdfuse.rebuild(error) goes on with the ranks that are left; "
+
+
+def report(alarm: Alarm, table: Table, consequence: str = ENDS) -> BackendError:
+    """Return the error that the watchdog reports, or lets the program raise."""
     return BackendError(
         alarm.what,
         where=[alarm.details, *_rows(alarm, table)],
-        because=f"{_IN_ORDER if alarm.name else _TOGETHER}; this process ends now",
-        hint=_hint(alarm, table),
+        because=f"{_IN_ORDER if alarm.name else _TOGETHER}; {consequence}",
+        hint=f"{_REBUILD if consequence == RAISED else ''}{_hint(alarm, table)}",
         follows=_follows(alarm, table),
     )
 

@@ -21,7 +21,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from mdfuse.backends.post_notes import PostInfo, Track
 from mdfuse.errors import PACKAGE, BackendError, Source
@@ -30,7 +30,15 @@ from mdfuse.interpreter.stacks import seen
 from mdfuse.interpreter.threads import within
 from mdfuse.runtime.deadline import NEVER, Deadline
 from mdfuse.runtime.watch import plan_position
-from mdfuse.runtime.watch.hang_report import NEVER_TOLD, Alarm, Table, blame, explained, report
+from mdfuse.runtime.watch.hang_report import (
+    NEVER_TOLD,
+    RAISED,
+    Alarm,
+    Table,
+    blame,
+    explained,
+    report,
+)
 from mdfuse.runtime.watch.neighbours import Neighbours
 from mdfuse.runtime.watch.plan_position import RunCount
 from mdfuse.runtime.watch.position_store import Answers, Bulletin, patience_of
@@ -59,6 +67,16 @@ _ERROR_S, _ALARM_S = 7.0, 5.0
 
 #: Folders of code that is not the user's, besides installed packages.
 _LIBRARIES = (PACKAGE, sys.base_prefix + "/lib/", "<")
+
+
+class Interrupting(Protocol):
+    """A way to raise an error in the program; see `mdfuse.runtime.interruption`."""
+
+    def can_begin(self) -> bool:
+        """Return whether the program can have an error."""
+
+    def begin(self, error: BackendError) -> bool:
+        """Raise an error in the program; return whether the program has it."""
 
 
 class Watch:
@@ -125,6 +143,9 @@ class Watch:
         self._moved_at = clock()
         #: ends the waits of this process; returns whether it could
         self.abort: Callable[[], bool] = lambda: False
+        #: raises the error of a device that hangs in the program; None: the process ends
+        self.interruption: Interrupting | None = None
+        self._is_raised = False
         self._tallies = Tallies(gone=lambda tally: self.ring.forget(tally.title))
         self._waits: list[tuple[str, float]] = []
         self._stood: tuple[object, float] = (None, clock())
@@ -248,6 +269,8 @@ class Watch:
 
     def look(self) -> None:
         """Look once, and raise the alarm if a post or wait is overdue; ask no other process."""
+        if self._is_raised:
+            return
         alarm = self._failed() or self._overdue() or self._stuck() or self._broken()
         if alarm is not None:
             self._raise(alarm)
@@ -432,9 +455,17 @@ class Watch:
     def _raise(self, alarm: Alarm) -> None:
         self.ending = Deadline.after(_ALARM_S)
         with self._reporting(alarm, self._standing()) as table:
-            error = report(alarm, table)
-            self._write(self._keep(error, table))
-            tell_torchrun(error)
+            if self.interruption is not None and self.interruption.can_begin():
+                error = report(alarm, table, RAISED)
+                self._keep(error, table)
+                self._is_raised = self.interruption.begin(error)
+            if not self._is_raised:
+                error = report(alarm, table)
+                self._write(self._keep(error, table))
+                tell_torchrun(error)
+        if self._is_raised:
+            self.ending = NEVER
+            return
         self._stop.set()
         # no communicator is aborted first: an abort would let the program go on with garbage in the
         # buffers, and even end well

@@ -163,6 +163,41 @@ def test_overdue(golden: Golden) -> None:
     golden(rank.texts[0])
 
 
+class Program:
+    """A program that takes an error, or does not."""
+
+    def __init__(self, *, can: bool, takes: bool) -> None:
+        self.can, self.takes, self.errors = can, takes, list[Any]()
+
+    def can_begin(self) -> bool:
+        return self.can
+
+    def begin(self, error: Any) -> bool:
+        self.errors.append(error)
+        return self.takes
+
+
+@pytest.mark.parametrize(("can", "takes"), [(True, True), (True, False), (False, True)])
+def test_a_program_that_takes_the_error_goes_on(can: bool, takes: bool) -> None:
+    rank, program = Rank(), Program(can=can, takes=takes)
+    rank.watch.interruption = program
+    rank.post(3)
+    rank.finish(1)
+    rank.look()
+    rank.look(5.1)
+    assert len(program.errors) == can
+    for error in program.errors:
+        assert "Allreduce #2 on team (0, 1, 2) is not done on rank 0" in str(error)
+        assert "results that its device had not computed by then are worthless" in error.because
+        assert error.hint.startswith("mdfuse.rebuild(error) goes on with the ranks that are left")
+    goes_on = can and takes
+    assert rank.statuses == ([] if goes_on else [EXIT_STATUS])
+    assert [*map(len, rank.texts)] == ([] if goes_on else [len(rank.texts[0])])
+    assert goes_on or "this process ends now" in rank.texts[0]
+    rank.look(60)
+    assert len(program.errors) == (can if goes_on else len(program.errors)), "it is raised once"
+
+
 def test_a_queue_that_moves_is_not_overdue() -> None:
     """Posted long ago, behind others that take their time."""
     rank = Rank()

@@ -1,0 +1,193 @@
+"""Raise the error of a device that hangs in the program, so that survivors can go on.
+
+The program then waits in a read of a result, such as `float(loss)`: no line of mdfuse runs that
+could raise. Where `mdfuse.rebuild` is possible, the watchdog does not end the process, but
+1. notes how many runs of each state the device has done: later versions are not whole;
+2. lets Python raise the error in the main thread, which it does once the read is back;
+3. ends the posts of the device: it goes on, with garbage in their buffers, and the read is back.
+A main thread that does not take the error in time waits for something else: the process ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Collection
+from typing import Any, Protocol
+from weakref import WeakSet
+
+from mdfuse.backends.base import Releasing
+from mdfuse.backends.nccl.cuda_driver import CudaDevice
+from mdfuse.backends.post_notes import Track
+from mdfuse.bootstrap import Launch
+from mdfuse.errors import BackendError
+from mdfuse.interpreter.threads import within
+from mdfuse.runtime.membership import why_no_survivors
+
+#: How long the main thread may take to come back from a read, seconds.
+_TAKEN_S = 10.0
+
+#: How long posts that others have made, too, may take to end by themselves, seconds.
+_PATIENCE_S = 2.0
+
+#: How many runs the host may be ahead of the device with a state whose versions are known.
+_AHEAD = 8
+
+
+class DeviceRuns:
+    """The runs of a state that a device has done; any thread may ask at any time.
+
+    A version of the state is whole once the run that makes it is done.
+
+    Args:
+        gpu: the device.
+
+    Attributes:
+        thread: which made the last run; None: there was none.
+        last: the last version that was whole when posts were ended; None: none were.
+    """
+
+    def __init__(self, gpu: CudaDevice) -> None:
+        self._gpu = gpu
+        self._tracks: dict[int, Track] = {}
+        self._queued: deque[tuple[int, Track]] = deque(maxlen=_AHEAD)
+        self.thread: int | None = None
+        self.last: int | None = None
+        _all_runs.add(self)
+
+    def mark(self, version: int) -> None:
+        """Queue a mark behind a run on the current stream."""
+        stream = self._gpu.current_stream()
+        track = self._tracks.get(stream)
+        if track is None:
+            track = self._tracks[stream] = self._gpu.track(stream)
+        track.mark(version)
+        self._queued.append((version, track))
+        self.thread = threading.get_ident()
+
+    def freeze(self) -> None:
+        """Note the last version that is whole: posts are about to be ended."""
+        if self.last is None and self._queued:
+            before = self._queued[0][0] - 1
+            self.last = max([n for n, x in self._queued if x.is_done(n)], default=before)
+
+
+#: Of all states on GPUs.
+_all_runs: WeakSet[DeviceRuns] = WeakSet()
+
+
+class _Ranks(Protocol):
+    """The parts of a communicator that an interruption needs."""
+
+    is_ready: bool
+    is_sound: bool
+    size: int
+    launch: Launch
+
+    @property
+    def door(self) -> object | None:
+        """Return how it was joined; None: it was not."""
+
+    def carriers(self) -> Collection[object]:
+        """Return its backends."""
+
+
+def can_rebuild(ranks: _Ranks) -> bool:
+    """Return whether the ranks that are left can go on where one is lost."""
+    is_alone = ranks.door is None or ranks.size == 1
+    return not is_alone and why_no_survivors(ranks.launch, os.environ) is None
+
+
+class Interruption:
+    """The interruption of a program by its watchdog, at most once for a communicator.
+
+    Args:
+        ranks: the communicator.
+        thread: in which programs run; by default the main one.
+    """
+
+    def __init__(self, ranks: _Ranks, thread: threading.Thread | None = None) -> None:
+        self._ranks, self._thread = ranks, thread or threading.main_thread()
+        self._lock = threading.Lock()
+        self._is_over = self._is_released = False
+
+    def can_begin(self) -> bool:
+        """Return whether the program can have the error: it has a state, and runs in one thread."""
+        threads = {runs.thread for runs in [*_all_runs]} - {None}
+        releasing = [isinstance(x, Releasing) for x in self._ranks.carriers()]
+        is_known = threads == {self._thread.ident} and self._thread.is_alive()
+        return is_known and all(releasing) and can_rebuild(self._ranks)
+
+    def begin(self, error: BackendError) -> bool:
+        """Raise an error in the thread, and end the posts of the device.
+
+        Returns:
+            False where the thread does not take it; True where it has, or has another one.
+        """
+        with self._lock:
+            if self._is_over:
+                return True
+            self._is_over = True
+            self._ranks.is_ready = self._ranks.is_sound = False
+            taken = raise_in(self._thread, error)
+            self._release()
+        return taken.wait(_TAKEN_S)
+
+    def cancel(self, settled: Callable[[], object]) -> None:
+        """End what is under way on the device, before survivors meet; the thread has an error.
+
+        Args:
+            settled: returns once the device has done all posts, if it ever has.
+        """
+        with self._lock:
+            is_first, self._is_over = not self._is_over, True
+            if is_first and not within(_PATIENCE_S, settled, "mdfuse-settle"):
+                self._release()
+
+    def _release(self) -> None:
+        for runs in [*_all_runs]:
+            runs.freeze()
+        for backend in self._ranks.carriers():
+            if isinstance(backend, Releasing):
+                backend.release()
+
+
+def raise_in(thread: threading.Thread, error: BackendError) -> threading.Event:
+    """Let Python raise an error in a thread, once that is back from a call of C.
+
+    Python takes a class: so this makes one that is raised as the error.
+
+    Returns:
+        the event that it was raised.
+    """
+    taken = threading.Event()
+
+    class Raised(BackendError):
+        def __init__(self) -> None:
+            super().__init__(
+                error.what, where=error.where, because=error.because, hint=error.hint,
+                follows=error.follows,
+            )  # fmt: skip
+            taken.set()
+
+    Raised.__name__ = Raised.__qualname__ = BackendError.__name__
+    Raised.__module__ = BackendError.__module__
+    _set_error(thread, Raised)
+    return taken
+
+
+def _set_error(thread: threading.Thread, kind: type[BaseException]) -> None:
+    set_error: Any = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    set_error(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(kind))
+
+
+def settled(gpu: CudaDevice) -> Callable[[], None]:
+    """Return a function that returns once a device has done all that was queued."""
+
+    def wait() -> None:
+        gpu.enter()
+        gpu.synchronize()
+
+    return wait

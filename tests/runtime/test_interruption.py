@@ -1,0 +1,207 @@
+"""The error of a device that hangs is raised in the program; whole versions are known."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers.fake_nccl import FakeTrack
+
+from mdfuse.bootstrap import Launch
+from mdfuse.compiled.versions import Versions
+from mdfuse.errors import BackendError
+from mdfuse.runtime import interruption
+from mdfuse.runtime.interruption import DeviceRuns, Interruption
+
+ERROR = BackendError("a post is not done", where="mlp.py:14", because="b", hint="h", follows=True)
+
+
+class Gpu:
+    """A device that has done what a test says."""
+
+    def __init__(self) -> None:
+        self.stream, self.tracks = 1, dict[int, FakeTrack]()
+
+    def current_stream(self) -> int:
+        return self.stream
+
+    def track(self, stream: int) -> FakeTrack:
+        return self.tracks.setdefault(stream, FakeTrack())
+
+
+class Device:
+    """A backend whose posts hang until they are released."""
+
+    def __init__(self) -> None:
+        self.is_free, self.releases = threading.Event(), 0
+
+    def release(self) -> None:
+        self.releases += 1
+        self.is_free.set()
+
+
+class Host:
+    """A backend whose posts nobody can end."""
+
+
+def ranks(*backends: Any, size: int = 2, name: str = "mdfuse launch") -> Any:
+    launch = Launch(name=name, rank=0, size=size, local_rank=0, why="")
+    return SimpleNamespace(
+        is_ready=True, is_sound=True, size=size, launch=launch, door=object(),
+        carriers=lambda: backends,
+    )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_states(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    before = [*interruption._all_runs]
+    interruption._all_runs.clear()
+    yield
+    interruption._all_runs.clear()
+    interruption._all_runs.update(before)
+
+
+class Program:
+    """A program that runs in a thread of its own, and then reads a result."""
+
+    def __init__(self, reads: Callable[[], object]) -> None:
+        self.gpu: Any = Gpu()
+        self.runs = DeviceRuns(self.gpu)
+        self.errors: list[BaseException] = []
+        self.lines: list[str] = []
+        self.is_reading = threading.Event()
+        self.thread = threading.Thread(target=self.run, args=(reads,))
+        self.thread.start()
+        assert self.is_reading.wait(10)
+
+    def run(self, reads: Callable[[], object]) -> None:
+        try:
+            self.runs.mark(1)
+            self.is_reading.set()
+            reads()
+            self.lines.append("behind the read")
+        except BackendError as error:
+            self.errors.append(error)
+
+    def end(self) -> None:
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+
+
+def test_an_error_is_raised_behind_a_read() -> None:
+    device = Device()
+    program = Program(lambda: device.is_free.wait(20))
+    comm = ranks(device)
+    of = Interruption(comm, program.thread)
+    assert of.can_begin()
+    assert of.begin(ERROR)
+    program.end()
+    (error,) = program.errors
+    assert isinstance(error, BackendError)
+    assert type(error).__name__ == "BackendError"
+    assert str(error) == str(ERROR)
+    assert (error.what, error.where, error.follows) == (ERROR.what, ERROR.where, True)
+    assert not program.lines
+    assert (comm.is_ready, comm.is_sound, device.releases) == (False, False, 1)
+    assert of.begin(ERROR), "the program has an error already"
+    of.cancel(lambda: None)
+    assert device.releases == 1
+
+
+def test_a_thread_that_does_not_come_back_has_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interruption, "_TAKEN_S", 0.2)
+    device, other = Device(), threading.Event()
+    program = Program(lambda: other.wait(20))
+    assert not Interruption(ranks(device), program.thread).begin(ERROR)
+    assert not program.errors
+    other.set()
+    program.end()
+
+
+def test_who_can_be_interrupted() -> None:
+    device = Device()
+    program = Program(lambda: device.is_free.wait(20))
+    thread = program.thread
+    able = {
+        "a device": ranks(device),
+        "its backend cannot": ranks(device, Host()),
+        "the launcher ends all": ranks(device, name="mpirun"),
+        "alone": ranks(device, size=1),
+    }
+    assert {n: Interruption(x, thread).can_begin() for n, x in able.items()} == {
+        "a device": True,
+        "its backend cannot": False,
+        "the launcher ends all": False,
+        "alone": False,
+    }
+    assert not Interruption(ranks(device)).can_begin(), "another thread runs programs"
+    device.release()
+    program.end()
+    assert not Interruption(ranks(device), thread).can_begin(), "it has ended"
+    interruption._all_runs.clear()
+    assert not Interruption(ranks(device)).can_begin(), "there is no state to go on with"
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+def test_posts_that_end_by_themselves_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch, is_done: bool
+) -> None:
+    monkeypatch.setattr(interruption, "_PATIENCE_S", 0.2)
+    device, over = Device(), threading.Event()
+    Interruption(ranks(device)).cancel((lambda: None) if is_done else (lambda: over.wait(20)))
+    over.set()
+    assert device.releases == (0 if is_done else 1)
+
+
+# -- versions --------------------------------------------------------------------------------------
+
+
+def versions(is_double: bool) -> tuple[Versions, Gpu, torch.Tensor]:
+    state, gpu = torch.zeros(3), Gpu()
+    of = Versions({"w": state}, is_double)
+    of._device, of._runs = torch.device("cuda"), DeviceRuns(gpu)  # type: ignore[arg-type]
+    return of, gpu, state
+
+
+def run(of: Versions, state: torch.Tensor, number: int) -> None:
+    of.begin()
+    state.fill_(number)
+    of.end()
+
+
+@pytest.mark.parametrize("is_double", [True, False])
+@pytest.mark.parametrize("done", [0, 2, 3, 4])
+def test_versions_behind_the_device_are_not_whole(is_double: bool, done: int) -> None:
+    of, gpu, state = versions(is_double)
+    for number in (1, 2, 3, 4):
+        run(of, state, number)
+    gpu.tracks[1].done = done
+    of._runs.freeze()  # type: ignore[union-attr]
+    gpu.tracks[1].done = 4  # the device goes on, with garbage
+    of._runs.freeze()  # type: ignore[union-attr]
+    copies = {n: n for n in (2, 3) if is_double and n <= done}
+    whole = {4: 4} if done == 4 else {}
+    held = {n: int(x["w"][0]) for n, x in of.states().items() if x["w"] is not None}
+    assert held == copies | whole
+    assert of.number == 4
+
+
+def test_runs_on_several_streams() -> None:
+    of, gpu, state = versions(True)
+    for number, stream in ((1, 1), (2, 1), (3, 2), (4, 1)):
+        gpu.stream = stream
+        run(of, state, number)
+    gpu.tracks[1].done, gpu.tracks[2].done = 2, 0
+    of._runs.freeze()  # type: ignore[union-attr]
+    assert [*of.states()] == [2]
+
+
+def test_a_state_that_no_run_wrote_is_whole() -> None:
+    of, _, _ = versions(False)
+    of._runs.freeze()  # type: ignore[union-attr]
+    assert [*of.states()] == [0]
