@@ -21,11 +21,12 @@ from mdfuse.errors import ProgramError
 from mdfuse.hir.instructions import is_library
 from mdfuse.hir.program import Instruction
 from mdfuse.plan import compilation
+from mdfuse.plan.as_told import AsTold
 from mdfuse.plan.boxed_args import freeing
 from mdfuse.plan.compilation import Made, Tally, complete
 from mdfuse.plan.context import Context, PlanStep, label
 from mdfuse.plan.dynamic_shapes import Lengths
-from mdfuse.plan.inductor import AsTold, Function
+from mdfuse.plan.inductor import Function
 from mdfuse.plan.lines import Line, SlotRef, drop
 from mdfuse.plan.many_lengths import Calls
 from mdfuse.plan.tensor_meta import Form
