@@ -202,7 +202,8 @@ class Fuser:
         held, self._held = self._held, {}
         pending = {n: held[n] for n in map(id, steps) if n in held}
         functions = [x.compiled for x in pending.values()]
-        late = complete(functions, self.timeout_s, context.rank == 0, self.tally)
+        count = sum(1 for _ in context.program.walk())
+        late = complete(functions, self.timeout_s, context.rank == 0, self.tally, count)
         done: list[PlanStep] = []
         for step in steps:
             waiting = pending.get(id(step))

@@ -26,7 +26,12 @@ from typing import Any
 import torch
 
 from mdfuse.bootstrap import detect
-from mdfuse.config import HELPERS, helpers_from_environment
+from mdfuse.config import (
+    HELPERS,
+    compiles,
+    helpers_from_environment,
+    options_from_environment,
+)
 from mdfuse.errors import PACKAGE, BackendError, reason
 from mdfuse.plan.artefacts import Artefacts, artefacts
 from mdfuse.plan.inductor import TracedGraph
@@ -38,8 +43,9 @@ _CORES, _MOST = 4, 8
 #: Memory of a GPU that is free for each helper, which times kernels there, bytes.
 _GPU_BYTES = 4 << 30
 
-#: From so many expressions on, helpers start before it is known what there is to compile.
-_LONG = 500
+#: From so many expressions on, helpers start before it is known what there is to compile; so do
+#: they from so many parameters of a module on.
+_LONG, _MANY = 500, 64
 
 #: So few functions are compiled before a helper that is not there yet would be ready.
 _FEW = 3
@@ -285,6 +291,16 @@ def start_for(expressions: int) -> bool:
     return _running() is not None
 
 
+def start_for_module(parameters: int) -> None:
+    """Start helpers for a module with so many parameters while it is imported, if they pay.
+
+    Raises:
+        ProgramError: a variable cannot be read.
+    """
+    if parameters >= _MANY and compiles(options_from_environment(None)):
+        start_for(_LONG)
+
+
 def start_if_needed(functions: int) -> None:
     """Start helpers for so many functions that are to be compiled, if they pay.
 
@@ -344,10 +360,15 @@ def settled(jobs: Collection[HelperJob], timeout_s: float) -> HelperJob:
     return over
 
 
-def end_idle() -> None:
-    """End helpers that have done all they were given; on GPUs, wait until their memory is free."""
+def end_idle(instructions: int = 0) -> None:
+    """End helpers that have done all they were given; on GPUs, wait until their memory is free.
+
+    Args:
+        instructions: of a program all of whose functions are there; a long one needed no helper.
+    """
     pool = _running()
-    if pool is not None and pool.is_used and not pool.jobs:
+    is_needless = instructions >= _LONG // 2  # loops have fewer than expressions
+    if pool is not None and (pool.is_used or is_needless) and not pool.jobs:
         pool.end()
         for thread in pool.threads if torch.cuda.is_initialized() else ():
             thread.join(_GONE_S)

@@ -530,6 +530,48 @@ def test_long_programs_on_gpus_start_helpers_early(
 
 
 @pytest.mark.parametrize(
+    ("layers", "variable", "want"),
+    [(32, "auto", [4]), (31, "auto", []), (32, "never", [])],
+)
+def test_modules_of_many_parameters_start_helpers_before_their_import(
+    layers: int, variable: str, want: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started, seen = list[int](), list[list[int]]()
+
+    class Layers(torch.nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append([*started])
+            return super().forward(x)
+
+    monkeypatch.setattr(inductor, "folder", lambda: tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100 << 30, 140 << 30))
+    monkeypatch.setattr(helper_pool, "_settings", lambda: b"")
+    monkeypatch.setattr(helper_pool, "_cores", lambda: 16)
+    monkeypatch.setattr(helper_pool._Pool, "start", lambda self, count: started.append(count))
+    monkeypatch.delenv("MDFUSE_HELPERS", raising=False)
+    monkeypatch.setenv("MDFUSE_COMPILE", variable)
+    module = Layers(*[torch.nn.Linear(2, 2) for _ in range(layers)])
+    mf.from_torch(module, (torch.ones(1, 2),), mesh=mf.DeviceMesh([0]))
+    assert seen[0] == started == want
+
+
+@pytest.mark.parametrize("limit", [1, 10**6])
+def test_helpers_that_a_long_program_does_not_need_end(
+    limit: int, compiler: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its functions are in files; a short one leaves them to a program that is lowered."""
+    monkeypatch.setenv("MDFUSE_HELPERS", "0")
+    said()
+    monkeypatch.setenv("MDFUSE_HELPERS", "1")
+    monkeypatch.setattr(helper_pool, "_LONG", limit)
+    with helped_by(HANGS, monkeypatch):
+        helper_pool._start(1, 1)
+        assert f"{UNITS} found in files\n" in said()
+        assert (helper_pool._running() is None) is (limit == 1)
+
+
+@pytest.mark.parametrize(
     ("options", "offered"),
     [
         (Options(compile="always", graph="never"), True),
