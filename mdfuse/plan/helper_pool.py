@@ -1,9 +1,9 @@
 """Helper processes compile functions for this process, which reads them from files.
 
 Inductor compiles one function at a time in a process, and takes seconds to be imported. So helpers
-start while a program is lowered, and each takes the longest function that nobody has begun. When
-there is nothing to read, this process compiles what they have not begun, from the shortest on, and
-it compiles what they cannot.
+start while a module is imported or a program lowered, and each takes the longest function that
+nobody has begun. When there is nothing to read, this process compiles what they have not begun,
+from the shortest on, and it compiles what they cannot.
 """
 
 from __future__ import annotations
@@ -52,6 +52,9 @@ _FEW = 3
 
 #: Seconds without work after which a helper is ended, and for it to be gone then.
 _IDLE_S, _GONE_S = 300.0, 5.0
+
+#: A process that looks for GPUs so can fork others that use them.
+_ASKS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 #: Variables by which a helper would join the rank's job: beginnings, and names.
 _LAUNCHERS = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_LOCAL", "SLURM_", "TORCHELASTIC_")
@@ -477,4 +480,4 @@ def _environment(compilers: int) -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith(_LAUNCHERS) and name not in _PLACES
     }
-    return {**usual, **others, HELPERS: "0"}
+    return {**usual, **_ASKS, **others, HELPERS: "0"}

@@ -1,9 +1,10 @@
 """Helper processes: each compiles functions into files, one after the other, until its rank ends.
 
-One process imports what compiles, while the rank lowers its program, and forks the helpers; so the
-helpers of a rank import it once, and so do the processes that compile their kernels, which they
-fork in turn. A helper joins no job of a launcher, and has a session of its own, so that all
-processes below it end with it.
+One process imports what compiles, while the rank imports a module or lowers its program, and forks
+the helpers; each forks the processes that compile its kernels. So a rank's helpers import it once
+together. The process that forks uses no GPU, which those below it could not use then. A helper
+joins no job of a launcher, and has a session of its own, so that all processes below it end with
+it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import gc
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -32,7 +34,7 @@ _LOOK_S = 1.0
 
 
 def main(descriptors: str, rank: int) -> NoReturn:
-    """Become a helper for each connection.
+    """Become the only helper, or fork one for each connection.
 
     Args:
         descriptors: of this side of the connections, with commas between them.
@@ -47,6 +49,8 @@ def main(descriptors: str, rank: int) -> NoReturn:
         why = None
     except Exception as error:  # whatever an import raises
         why = reason(error)
+    if len(connections) == 1:
+        _help(connections[0], why)
     gc.freeze()  # helpers share the memory of what is imported
     helpers = dict[int, Connection]()
     for n, connection in enumerate(connections):
@@ -58,7 +62,7 @@ def main(descriptors: str, rank: int) -> NoReturn:
             continue
         if not pid:
             _close([*helpers.values(), *connections[n + 1 :]])
-            _help(connection, why)
+            _forked(connection, why)
         helpers[pid] = connection
     _tell_ends(helpers)
 
@@ -89,6 +93,23 @@ def _close(connections: Sequence[Connection]) -> None:
 # -- one helper ------------------------------------------------------------------------------------
 
 
+def _forked(connection: Connection, why: str | None) -> NoReturn:
+    """Be a helper that was forked; one that could not use a GPU begins anew, and imports by itself.
+
+    Args:
+        connection: with the rank.
+        why: nothing can be compiled.
+    """
+    os.setsid()
+    if why is None:
+        from mdfuse.plan import inductor
+
+        if inductor.is_lost_to_gpus():
+            where = str(connection.fileno()), str(os.getppid())
+            os.execv(sys.executable, [*sys.orig_argv[:-2], *where])
+    _help(connection, why)
+
+
 def _help(connection: Connection, why: str | None) -> NoReturn:
     """Compile what comes over a connection, after the rank's settings.
 
@@ -97,7 +118,6 @@ def _help(connection: Connection, why: str | None) -> NoReturn:
         why: nothing can be compiled.
     """
     above = os.getppid()
-    os.setsid()
     try:
         from mdfuse.plan import inductor
 

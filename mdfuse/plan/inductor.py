@@ -382,6 +382,11 @@ def get_ready_to_compile() -> None:
             getattr(import_module(f"torch._inductor.{module}"), name)()
 
 
+def is_lost_to_gpus() -> bool:
+    """Return whether this process was forked by one that had asked for GPUs, and can use none."""
+    return bool(torch.cuda._is_in_bad_fork())
+
+
 def fork_workers() -> None:
     """Start the processes that compile kernels, where there is a GPU, as copies of this one.
 

@@ -74,6 +74,11 @@ def compiled(traced):
     os.kill(os.getpid(), signal.SIGKILL)
 inductor.compiled = compiled
 """
+LOST = """
+with (Path({folder!r}) / "begun").open("a") as begun:
+    begun.write(str(len(sys.argv[1].split(","))))
+inductor.is_lost_to_gpus = lambda: True
+"""
 NOT_FORKED = """
 def fork():
     raise BlockingIOError(11, "Resource temporarily unavailable")
@@ -173,14 +178,13 @@ def stands_in(compiler: StandIn, others: str = "") -> str:
 def test_helpers_share_the_work(
     helpers: int, compiler: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody goes on before all have begun a function; one process forks the helpers."""
+    """Nobody goes on before all have begun a function; one process forks several helpers."""
     monkeypatch.setenv("MDFUSE_HELPERS", str(helpers))
     compiler.processes = 1 + helpers
     with helped_by(stands_in(compiler), monkeypatch) as processes:
         told = said()
-        servers = {x.server.pid for pool in helper_pool._POOLS for x in pool.helpers}
     assert {*compiler.began} == {*map(str, [os.getpid(), *processes])}
-    assert len(processes) == helpers and not servers.intersection(processes)
+    assert len(processes) == helpers
     assert len(compiler.began) == UNITS
     helped = sum(compiler.began.count(str(x)) for x in processes)
     assert f"{UNITS - helped} compiled, {helped} compiled in helper processes\n" in told
@@ -201,7 +205,22 @@ def test_a_helper_that_is_killed_leaves_the_others(
     assert "    1 left to this process by a helper process: it ended with signal 9\n" in told
 
 
+def test_helpers_that_were_forked_too_late_for_gpus_begin_anew(
+    compiler: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are processes of the same numbers, below the one that forked them."""
+    monkeypatch.setenv("MDFUSE_HELPERS", "2")
+    compiler.processes = 3
+    compiler.folder.mkdir()
+    with helped_by(stands_in(compiler, LOST), monkeypatch) as processes:
+        told = said()
+    assert {*compiler.began} == {*map(str, [os.getpid(), *processes])} and len(processes) == 2
+    assert (compiler.folder / "begun").read_text() == "2" + "1" * 2
+    assert "left to this process" not in told
+
+
 def test_helpers_that_are_not_forked(compiler: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MDFUSE_HELPERS", "2")
     with helped_by(stands_in(compiler, NOT_FORKED), monkeypatch) as processes:
         told = said()
     assert not processes and compiler.began == [str(os.getpid())] * UNITS
@@ -596,7 +615,8 @@ def test_helpers_join_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = {"CUDA_VISIBLE_DEVICES": "3", "TRITON_CACHE_DIR": "/there", "OMP_NUM_THREADS": "1"}
     monkeypatch.setattr(os, "environ", {**theirs, **kept, "MDFUSE_HELPERS": "5"})
     variables = helper_pool._environment(4)
-    assert variables == {**kept, "MDFUSE_HELPERS": "0", "TORCHINDUCTOR_COMPILE_THREADS": "4"}
+    given = {"MDFUSE_HELPERS": "0", "TORCHINDUCTOR_COMPILE_THREADS": "4"}
+    assert variables == {**kept, **given, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     monkeypatch.setitem(os.environ, "TORCHINDUCTOR_COMPILE_THREADS", "9")
     assert helper_pool._environment(4)["TORCHINDUCTOR_COMPILE_THREADS"] == "9"
 
