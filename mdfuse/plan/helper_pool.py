@@ -300,7 +300,8 @@ def start_for_module(parameters: int) -> None:
     Raises:
         ProgramError: a variable cannot be read.
     """
-    if parameters >= _MANY and compiles(options_from_environment(None)):
+    is_long = parameters >= _MANY and torch.cuda.is_initialized()
+    if is_long and compiles(options_from_environment(None)):
         start_for(_LONG)
 
 
