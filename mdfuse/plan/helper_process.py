@@ -50,9 +50,9 @@ def main(descriptors: str, rank: int) -> NoReturn:
     except Exception as error:  # whatever an import raises
         why = reason(error)
     if len(connections) == 1:
-        _help(connections[0], why)
+        _help(connections[0], why, rank)
     gc.freeze()  # helpers share the memory of what is imported
-    helpers = dict[int, Connection]()
+    helpers, above = dict[int, Connection](), os.getpid()
     for n, connection in enumerate(connections):
         try:
             pid = os.fork()
@@ -62,7 +62,7 @@ def main(descriptors: str, rank: int) -> NoReturn:
             continue
         if not pid:
             _close([*helpers.values(), *connections[n + 1 :]])
-            _forked(connection, why)
+            _forked(connection, why, above)
         helpers[pid] = connection
     _tell_ends(helpers)
 
@@ -93,31 +93,32 @@ def _close(connections: Sequence[Connection]) -> None:
 # -- one helper ------------------------------------------------------------------------------------
 
 
-def _forked(connection: Connection, why: str | None) -> NoReturn:
+def _forked(connection: Connection, why: str | None, above: int) -> NoReturn:
     """Be a helper that was forked; one that could not use a GPU begins anew, and imports by itself.
 
     Args:
         connection: with the rank.
         why: nothing can be compiled.
+        above: the process with which it ends.
     """
     os.setsid()
     if why is None:
         from mdfuse.plan import inductor
 
         if inductor.is_lost_to_gpus():
-            where = str(connection.fileno()), str(os.getppid())
+            where = str(connection.fileno()), str(above)
             os.execv(sys.executable, [*sys.orig_argv[:-2], *where])
-    _help(connection, why)
+    _help(connection, why, above)
 
 
-def _help(connection: Connection, why: str | None) -> NoReturn:
+def _help(connection: Connection, why: str | None, above: int) -> NoReturn:
     """Compile what comes over a connection, after the rank's settings.
 
     Args:
         connection: with the rank.
         why: nothing can be compiled.
+        above: the process with which it ends.
     """
-    above = os.getppid()
     try:
         from mdfuse.plan import inductor
 
