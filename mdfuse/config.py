@@ -430,6 +430,11 @@ def helpers_from_environment() -> int | None:
     return count
 
 
+def compiles(options: Options) -> bool:
+    """Return whether a program with these options, none left to the environment, has launches."""
+    return options.compile == "always" or (options.compile == "auto" and options.graph != "never")
+
+
 def environment() -> tuple[str | None, ...]:
     """Return the values of the variables, in the order of `VARIABLES`; None where not set."""
     return tuple([os.environ.get(name) for name in VARIABLES])

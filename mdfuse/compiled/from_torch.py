@@ -25,6 +25,7 @@ from mdfuse.frontend.importing.staged import given_meshes, in_stages, patterns_b
 from mdfuse.frontend.importing.unknown_ops import check_known
 from mdfuse.interpreter.garbage import no_collection
 from mdfuse.mesh import DeviceMesh
+from mdfuse.plan.helper_pool import start_for_module
 from mdfuse.plan.progress_bar import stage
 
 
@@ -92,6 +93,7 @@ def from_torch(
 
 def _exported(module: nn.Module, patterns: Patterns, *how: Any) -> ExportedModule:
     given.check_module("from_torch", module)
+    start_for_module(sum(1 for _ in module.parameters()))
     noted = Noted.of(module, patterns)
     with stage(f"exporting {type(module).__name__}"), no_collection():
         return capture(module, *(*how, noted))

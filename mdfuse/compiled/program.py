@@ -21,7 +21,7 @@ from mdfuse.compiled.overlap import OverlapDecisions
 from mdfuse.compiled.program_files import ProgramParts, from_files
 from mdfuse.compiled.segments import Segment, last_uses, program_limit, segments_of
 from mdfuse.compiled.specialisations import Lowering, Lowerings, lowerings_of
-from mdfuse.config import Options, environment, not_options, options_from_environment
+from mdfuse.config import Options, compiles, environment, not_options, options_from_environment
 from mdfuse.errors import MdfuseError, ProgramError, counted, listed, shown
 from mdfuse.evaluator import HostIrEvaluator
 from mdfuse.extents.extent import example, mapped, with_numbers
@@ -466,8 +466,7 @@ def lowered(
 ) -> Program:
     """Return the program of a definition, lowered anew; see `compile`."""
     chosen = options_from_environment(options)
-    compiles = chosen.compile == "always" or (chosen.compile == "auto" and chosen.graph != "never")
-    if compiles and not helper_pool.start_for(len(named.fusion.exprs)):
+    if compiles(chosen) and not helper_pool.start_for(len(named.fusion.exprs)):
         start_workers()
     if chosen.same_bits:
         from mdfuse.compiled.leaf_program import on_leaves

@@ -171,7 +171,9 @@ def serve(key: Hashable, forms: Sequence[Form], unit: Made, results: list[Form])
     return served
 
 
-def complete(functions: Iterable[Made], timeout_s: float, shows: bool, tally: Tally) -> list[Made]:
+def complete(
+    functions: Iterable[Made], timeout_s: float, shows: bool, tally: Tally, instructions: int = 0
+) -> list[Made]:
     """Compile functions, or wait for the processes that do.
 
     Args:
@@ -179,13 +181,14 @@ def complete(functions: Iterable[Made], timeout_s: float, shows: bool, tally: Ta
         timeout_s: how long to wait for other processes, once there is nothing else to do.
         shows: show on a terminal how many are done.
         tally: counts.
+        instructions: of the program whose functions they are.
 
     Returns:
         Those for which other processes took too long.
     """
     todo = [x for x in dict.fromkeys(functions) if not x.is_done]
     if not todo:
-        helper_pool.end_idle()
+        helper_pool.end_idle(instructions)
         return []
     # processes that share the work end together if none begins a long function last
     todo.sort(key=_length, reverse=True)

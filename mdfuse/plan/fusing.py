@@ -21,11 +21,12 @@ from mdfuse.errors import ProgramError
 from mdfuse.hir.instructions import is_library
 from mdfuse.hir.program import Instruction
 from mdfuse.plan import compilation
+from mdfuse.plan.as_told import AsTold
 from mdfuse.plan.boxed_args import freeing
 from mdfuse.plan.compilation import Made, Tally, complete
 from mdfuse.plan.context import Context, PlanStep, label
 from mdfuse.plan.dynamic_shapes import Lengths
-from mdfuse.plan.inductor import AsTold, Function
+from mdfuse.plan.inductor import Function
 from mdfuse.plan.lines import Line, SlotRef, drop
 from mdfuse.plan.many_lengths import Calls
 from mdfuse.plan.tensor_meta import Form
@@ -201,7 +202,8 @@ class Fuser:
         held, self._held = self._held, {}
         pending = {n: held[n] for n in map(id, steps) if n in held}
         functions = [x.compiled for x in pending.values()]
-        late = complete(functions, self.timeout_s, context.rank == 0, self.tally)
+        count = sum(1 for _ in context.program.walk())
+        late = complete(functions, self.timeout_s, context.rank == 0, self.tally, count)
         done: list[PlanStep] = []
         for step in steps:
             waiting = pending.get(id(step))

@@ -1,9 +1,9 @@
 """Helper processes compile functions for this process, which reads them from files.
 
 Inductor compiles one function at a time in a process, and takes seconds to be imported. So helpers
-start while a program is lowered, and each takes the longest function that nobody has begun. When
-there is nothing to read, this process compiles what they have not begun, from the shortest on, and
-it compiles what they cannot.
+start while a module is imported or a program lowered, and each takes the longest function that
+nobody has begun. When there is nothing to read, this process compiles what they have not begun,
+from the shortest on, and it compiles what they cannot.
 """
 
 from __future__ import annotations
@@ -21,15 +21,21 @@ from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from mdfuse.bootstrap import detect
-from mdfuse.config import HELPERS, helpers_from_environment
+from mdfuse.config import (
+    HELPERS,
+    compiles,
+    helpers_from_environment,
+    options_from_environment,
+)
 from mdfuse.errors import PACKAGE, BackendError, reason
 from mdfuse.plan.artefacts import Artefacts, artefacts
 from mdfuse.plan.inductor import TracedGraph
-from mdfuse.plan.packed_graphs import packed
+from mdfuse.plan.packed_graphs import packed, packed_settings
 
 #: Cores that a helper shares with its compilers of kernels, and the most helpers of a process.
 _CORES, _MOST = 4, 8
@@ -37,14 +43,18 @@ _CORES, _MOST = 4, 8
 #: Memory of a GPU that is free for each helper, which times kernels there, bytes.
 _GPU_BYTES = 4 << 30
 
-#: From so many expressions on, helpers start before it is known what there is to compile.
-_LONG = 500
+#: From so many expressions on, helpers start before it is known what there is to compile; so do
+#: they from so many parameters of a module on.
+_LONG, _MANY = 500, 64
 
 #: So few functions are compiled before a helper that is not there yet would be ready.
 _FEW = 3
 
 #: Seconds without work after which a helper is ended, and for it to be gone then.
 _IDLE_S, _GONE_S = 300.0, 5.0
+
+#: A process that looks for GPUs so can fork others that use them.
+_ASKS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 #: Variables by which a helper would join the rank's job: beginnings, and names.
 _LAUNCHERS = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_LOCAL", "SLURM_", "TORCHELASTIC_")
@@ -75,28 +85,63 @@ class HelperJob:
     why: str | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(eq=False)
 class _Helper:
-    """A helper, and this process's end of the connection with it."""
+    """A helper, and this process's end of the connection with it.
 
-    process: subprocess.Popen[bytes]
+    Attributes:
+        server: the process that forks it.
+        pid: its number, and that of the group of all processes below it, once it is there.
+        code: how it ended.
+    """
+
+    server: subprocess.Popen[bytes]
     connection: Connection
+    pid: int | None = None
+    code: int | None = None
+
+    def answer(self) -> Any:
+        """Wait for what it sends.
+
+        Raises:
+            EOFError, OSError: it has ended.
+        """
+        answer = self.connection.recv()
+        if isinstance(answer, int):
+            self.code = answer
+            raise EOFError
+        return answer
 
     def kill(self) -> None:
-        """End it with all processes below it."""
+        """End it with all processes below it; the others, too, while they are one process."""
+        if self.pid is None and self.code is not None:
+            return  # it was not forked
         with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+            os.killpg(self.server.pid if self.pid is None else self.pid, signal.SIGKILL)
 
     def ended(self) -> str:
         """Wait until it has ended, or end it; return how it did."""
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(_GONE_S)
+        self._wait()
         self.kill()
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(_GONE_S)
+        self._wait()
         self.connection.close()
-        code = self.process.returncode
+        code = self.code
         return f"signal {-code}" if code is not None and code < 0 else f"code {code}"
+
+    def _wait(self) -> None:
+        """Wait a while until the server, or else its own end, tells how it ended."""
+        try:
+            while self.code is None and self.connection.poll(_GONE_S):
+                self.answer()
+        except (EOFError, OSError):
+            if self.code is None:
+                self.code = _waited(self.server)
+
+
+def _waited(process: subprocess.Popen[bytes]) -> int | None:
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_GONE_S)
+    return process.returncode
 
 
 @dataclass(eq=False)
@@ -105,6 +150,7 @@ class _Pool:
 
     Attributes:
         artefacts: where they leave what they compiled.
+        settings: of the compiler in this process, packed.
         helpers: those that have not ended.
         jobs: those that are not over.
         is_used: they got a job, so that they may hold memory of a GPU.
@@ -114,6 +160,7 @@ class _Pool:
     """
 
     artefacts: Artefacts
+    settings: bytes
     helpers: list[_Helper] = field(default_factory=list)
     threads: list[threading.Thread] = field(default_factory=list)
     jobs: list[HelperJob] = field(default_factory=list)
@@ -123,22 +170,25 @@ class _Pool:
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def start(self, count: int) -> None:
-        """Start helpers, each with a thread that gives it jobs.
+        """Start a process that forks helpers, each with a thread here that gives it jobs.
 
         Raises:
             OSError: there can be no further process.
         """
-        environment = _environment(max(1, _cores() // count))
-        for _ in range(count):
-            ours, theirs = Pipe()
-            with theirs:
-                command = [*_command(), str(theirs.fileno()), str(os.getpid())]
-                process = subprocess.Popen(
-                    command, env=environment, pass_fds=[theirs.fileno()], start_new_session=True,
-                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                )  # fmt: skip
-            helper = _Helper(process, ours)
-            self.helpers.append(helper)
+        pairs = [Pipe() for _ in range(count)]
+        descriptors = [theirs.fileno() for _, theirs in pairs]
+        command = [*_command(), ",".join(map(str, descriptors)), str(os.getpid())]
+        try:
+            server = subprocess.Popen(
+                command, env=_environment(max(1, _cores() // count)), pass_fds=descriptors,
+                start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )  # fmt: skip
+        finally:
+            for _, theirs in pairs:
+                theirs.close()
+        self.helpers = [_Helper(server, ours) for ours, _ in pairs]
+        for helper in self.helpers:
             thread = threading.Thread(target=self._serve, args=(helper,), daemon=True)
             self.threads.append(thread)
             thread.start()
@@ -147,10 +197,12 @@ class _Pool:
         """Give a helper jobs, one after the other, until it ends or is not needed any more."""
         job, why = None, None
         try:
-            why = helper.connection.recv()
+            helper.pid, why = helper.answer()
+            if why is None:
+                helper.connection.send_bytes(self.settings)
             while why is None and (job := self._next()) is not None:
                 helper.connection.send_bytes(job.work)
-                is_made, failure = helper.connection.recv()
+                is_made, failure = helper.answer()
                 with self.changed:
                     self._close(job, is_made, failure)
                 job = None
@@ -160,12 +212,17 @@ class _Pool:
             how = helper.ended()
             is_gone = isinstance(error, EOFError | OSError)
             why = f"it ended with {how}" if is_gone else reason(error)
-        self.artefacts.remove_parts(helper.process.pid)
+        self.artefacts.remove_parts(helper.pid or helper.server.pid)
         with self.changed:
             self.helpers.remove(helper)
             lost = [] if job is None else [job]
             for x in lost if self.helpers else [*self.jobs]:
                 self._close(x, False, self.why_ended or why)
+            is_last = not self.helpers
+        if is_last and _waited(helper.server) is None:
+            with suppress(ProcessLookupError):
+                os.killpg(helper.server.pid, signal.SIGKILL)
+            _waited(helper.server)
 
     def _next(self) -> HelperJob | None:
         """Wait for a job, and return the longest one; None where helpers are to end."""
@@ -237,6 +294,17 @@ def start_for(expressions: int) -> bool:
     return _running() is not None
 
 
+def start_for_module(parameters: int) -> None:
+    """Start helpers for a module with so many parameters while it is imported, if they pay.
+
+    Raises:
+        ProgramError: a variable cannot be read.
+    """
+    is_long = parameters >= _MANY and torch.cuda.is_initialized()
+    if is_long and compiles(options_from_environment(None)):
+        start_for(_LONG)
+
+
 def start_if_needed(functions: int) -> None:
     """Start helpers for so many functions that are to be compiled, if they pay.
 
@@ -254,8 +322,9 @@ def _start(most: int, chosen: int | None) -> None:
         if _running() is not None or not _has_python() or (folder := artefacts()) is None:
             return
         if count := min(most, _paying() if chosen is None else chosen):
-            _POOLS[:] = [*(pool for pool in _POOLS if pool.helpers), pool := _Pool(folder)]
-            with suppress(OSError):  # those that could be started do the work
+            pool = _Pool(folder, _settings())
+            _POOLS[:] = [*(x for x in _POOLS if x.helpers), pool]
+            with suppress(OSError):  # this process compiles by itself
                 pool.start(count)
 
 
@@ -295,10 +364,15 @@ def settled(jobs: Collection[HelperJob], timeout_s: float) -> HelperJob:
     return over
 
 
-def end_idle() -> None:
-    """End helpers that have done all they were given; on GPUs, wait until their memory is free."""
+def end_idle(instructions: int = 0) -> None:
+    """End helpers that have done all they were given; on GPUs, wait until their memory is free.
+
+    Args:
+        instructions: of a program all of whose functions are there; a long one needed no helper.
+    """
     pool = _running()
-    if pool is not None and pool.is_used and not pool.jobs:
+    is_needless = instructions >= _LONG // 2  # loops have fewer than expressions
+    if pool is not None and (pool.is_used or is_needless) and not pool.jobs:
         pool.end()
         for thread in pool.threads if torch.cuda.is_initialized() else ():
             thread.join(_GONE_S)
@@ -339,6 +413,24 @@ os.register_at_fork(
 # -- processes -------------------------------------------------------------------------------------
 
 
+def _settings() -> bytes:
+    """Return the compiler's settings for helpers; none where they cannot leave this process."""
+    try:
+        return packed_settings(_device())
+    except Exception:  # of any part of them; each function says why
+        return b""
+
+
+def _device() -> torch.device:
+    """Return the device on which helpers compile a first function: the rank's GPU, if it is set."""
+    if torch.cuda.is_initialized():
+        with suppress(BackendError):  # which says so where ranks meet
+            place, current = detect(os.environ).local_rank, torch.cuda.current_device()
+            if current == place % torch.cuda.device_count():
+                return torch.device("cuda", current)
+    return torch.device("cpu")
+
+
 def _paying() -> int:
     """Return how many helpers the cores, and the memory of the GPU, have room for."""
     count = min(_MOST, _cores() // _CORES)
@@ -377,7 +469,7 @@ def _command() -> list[str]:
     """
     folder, paths = str(Path(PACKAGE).parent), [*map(str, sys.path)]
     imports = f"import sys; sys.path.insert(0, {folder!r}); import mdfuse; sys.path[:] = {paths!r}"
-    start = "from mdfuse.plan.helper_process import main; main(*map(int, sys.argv[1:]))"
+    start = "from mdfuse.plan.helper_process import main; main(sys.argv[1], int(sys.argv[2]))"
     return [sys.executable, "-c", f"{imports}; {start}"]
 
 
@@ -389,4 +481,4 @@ def _environment(compilers: int) -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith(_LAUNCHERS) and name not in _PLACES
     }
-    return {**usual, **others, HELPERS: "0"}
+    return {**usual, **_ASKS, **others, HELPERS: "0"}

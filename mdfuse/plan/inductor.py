@@ -19,6 +19,7 @@ import torch
 from torch._ops import OpOverload as OpOverload
 
 from mdfuse.files import check_private
+from mdfuse.plan.as_told import AsTold as AsTold
 from mdfuse.plan.tensor_meta import Form, form_of
 from mdfuse.torch_private import cache_folder
 
@@ -284,41 +285,6 @@ def _timed_alone(arguments: Sequence[torch.Tensor]) -> Iterator[None]:
         tuner.bench = plain
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AsTold:
-    """A compiled function whose results have the strides and dtypes that tracing told.
-
-    On GPUs the compiler pads products where that is faster, and returns a view without the padding.
-    Its rows are then further apart than traced, and a user of addresses, such as a post, would read
-    the padding. It returns `any` of uint8 in bool, where torch returns uint8.
-
-    Attributes:
-        function: returns one tensor for each of `strides`.
-        strides: of each result; those of dims of one element mean nothing.
-        dtypes: of each result.
-    """
-
-    function: Function
-    strides: tuple[tuple[int, ...], ...]
-    dtypes: tuple[torch.dtype, ...]
-
-    def __call__(self, *operands: Any) -> list[Any]:
-        results = self.function(*operands)
-        return [
-            x if x.stride() == strides and x.dtype is dtype else _in_form(x, strides, dtype)
-            for x, strides, dtype in zip(results, self.strides, self.dtypes, strict=True)
-        ]
-
-
-def _in_form(x: torch.Tensor, strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return elements at these strides, copied where any lies elsewhere or has another dtype."""
-    pairs = zip(x.shape, x.stride(), strides, strict=True)
-    is_there = x.numel() == 0 or all(n == 1 or is_ == wanted for n, is_, wanted in pairs)
-    if is_there and x.dtype is dtype:
-        return x
-    return torch.empty_strided(x.shape, strides, dtype=dtype, device=x.device).copy_(x)
-
-
 def emptying(function: Function) -> Function | None:
     """Return a compiled function that takes its operands in a list, which it empties.
 
@@ -342,6 +308,9 @@ def emptying(function: Function) -> Function | None:
 
 #: Variables that name the compiler's folders.
 _FOLDERS = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+
+#: Settings of a process's compilers of kernels, which decide no code.
+_WORKERS = "compile_threads", "worker_start_method"
 
 #: A function that returns torch's setting on which compiled code depends -> the one that sets it.
 _FLAGS: dict[Callable[[], Any], Callable[[Any], Any]] = {
@@ -368,14 +337,15 @@ def settings_of(devices: Iterable[torch.device]) -> Any:
 
 
 def assume(settings: Any) -> None:
-    """Make `settings_of` another process this one's, but for the number of its compilers.
+    """Make `settings_of` another process this one's, but for its compilers of kernels.
 
     Raises:
         RuntimeError: code that this process compiles would be other code all the same.
     """
     folders, configs, flags, fingerprints = settings
     os.environ.update(folders)
-    threads = _configs()[0].compile_threads
+    config_of_compilers = _configs()[0]
+    workers = {name: getattr(config_of_compilers, name) for name in _WORKERS}
     for config, copied in zip(_configs(), configs, strict=True):
         config.load_config(copied)
     for write, value in zip(_FLAGS.values(), flags, strict=True):
@@ -385,7 +355,8 @@ def assume(settings: Any) -> None:
             torch.cuda.set_device(device)  # so that nothing takes memory of another GPU
         if fingerprint(device) != text:
             raise RuntimeError(f"it has {fingerprint(device)}, and not {text}")
-    _configs()[0].compile_threads = threads
+    for name, value in workers.items():
+        setattr(config_of_compilers, name, value)
 
 
 #: Modules of the compiler that it imports only when it is called, and those that read functions.
@@ -395,17 +366,48 @@ _COMPILING = (
 )  # fmt: skip
 _READING = "compile_fx", "standalone_compile"
 
+#: Functions of the compiler that read many files, and keep what they return: its own code's key,
+#: and Triton's.
+_READ_ONCE = ("codecache", "torch_key"), ("runtime.triton_compat", "triton_key")
+
 
 def get_ready_to_compile() -> None:
-    """Import what compiles, and start the processes that compile kernels where there is a GPU."""
+    """Import what compiles, and read what names its files; this uses no GPU."""
     _import(_COMPILING)
     with suppress(ImportError):
         patterns: Any = import_module("torch._inductor.fx_passes.serialized_patterns")
         _import(f"fx_passes.serialized_patterns.{x.name}" for x in iter_modules(patterns.__path__))
+    for module, name in _READ_ONCE:
+        with suppress(ImportError, AttributeError, RuntimeError):  # there is no Triton
+            getattr(import_module(f"torch._inductor.{module}"), name)()
+
+
+def is_lost_to_gpus() -> bool:
+    """Return whether this process was forked by one that had asked for GPUs, and can use none."""
+    return bool(torch.cuda._is_in_bad_fork())
+
+
+def fork_workers() -> None:
+    """Start the processes that compile kernels, where there is a GPU, as copies of this one.
+
+    They are ready at once, and import nothing. This process has one thread.
+    """
     if torch.cuda.is_available():
         from torch._inductor.async_compile import AsyncCompile
 
+        _configs()[0].worker_start_method = "fork"
         AsyncCompile.use_process_pool()
+
+
+def compile_example(device: torch.device) -> None:
+    """Compile a small function, so that the compiler has made its tables, and a GPU its context.
+
+    Raises:
+        Exception: whatever the compiler raises where it cannot.
+    """
+    form = (4, 4), (4, 1), torch.float32, device
+    is_gpu = device.type == "cuda"  # on a CPU a sum would take a compiler of C++
+    compiled(traced(lambda x, y: [(x @ y).add(1) if is_gpu else x @ y, x @ y @ y], [form, form]))
 
 
 def get_ready_to_read() -> None:

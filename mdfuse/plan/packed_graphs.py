@@ -53,6 +53,29 @@ class _Unpacker(pickle.Unpickler):
         return self.calls[name] if kind == "call" else operator.attrgetter(name)(_ROOTS[kind])
 
 
+def packed_settings(device: torch.device) -> bytes:
+    """Return this process's settings of the compiler as bytes for `assume_packed`.
+
+    Raises:
+        Exception: one of them cannot leave this process.
+    """
+    stream = io.BytesIO()
+    _Packer(stream).dump((device, inductor.settings_of([device])))
+    return stream.getvalue()
+
+
+def assume_packed(data: bytes) -> torch.device:
+    """Make settings of another process this one's; return the device that they are for.
+
+    Raises:
+        Exception: this process has other versions or another GPU.
+    """
+    device: torch.device
+    device, settings = _Unpacker(io.BytesIO(data), {}).load()
+    inductor.assume(settings)
+    return device
+
+
 def packed(traced: TracedGraph) -> bytes:
     """Return a traced function without symbolic sizes as bytes for `unpacked`.
 

@@ -23,7 +23,7 @@ from mdfuse import Options
 from mdfuse.frontend.cache import FusionCache
 from mdfuse.plan import compilation, helper_pool, helper_process, inductor
 from mdfuse.plan.artefacts import Artefacts
-from mdfuse.plan.packed_graphs import packed, unpacked
+from mdfuse.plan.packed_graphs import assume_packed, packed, packed_settings, unpacked
 from mdfuse.plan.tensor_meta import Form
 
 TESTS = Path(__file__).parent.parent
@@ -32,20 +32,23 @@ TESTS = Path(__file__).parent.parent
 FAKE = """
 import os, pickle, signal, sys, time
 from multiprocessing.connection import Connection
-rank = Connection(int(sys.argv[1]))
+rank = Connection(int(sys.argv[1].split(",")[0]))
 """
-DIES = "rank.send(None); rank.recv_bytes(); os.kill(os.getpid(), signal.SIGKILL)"
-REFUSES = """
-rank.send(None)
+IS_READY = """
+rank.send((os.getpid(), None))
+rank.recv_bytes()
+"""
+DIES = IS_READY + "rank.recv_bytes(); os.kill(os.getpid(), signal.SIGKILL)"
+REFUSES = f"""{IS_READY}
 while True:
     rank.recv_bytes()
     rank.send((False, "TypeError: no such operation"))
 """
 LIES = REFUSES.replace('False, "TypeError: no such operation"', "True, None")
-HANGS = "rank.send(None); rank.recv_bytes(); time.sleep(1000)"
-CANNOT_START = 'rank.send("ImportError: no torch"); time.sleep(1000)'
+HANGS = IS_READY + "rank.recv_bytes(); time.sleep(1000)"
+CANNOT_START = 'rank.send((os.getpid(), "ImportError: no torch")); time.sleep(1000)'
 
-#: A helper with `StandIn` for Inductor, in a folder.
+#: Helpers with `StandIn` for Inductor, in a folder; so many processes begin before any goes on.
 STANDS_IN = """
 sys.path.insert(0, {tests!r})
 import pytest
@@ -53,9 +56,33 @@ from helpers import stand_in_compiler
 from mdfuse.plan import inductor
 from mdfuse.plan.helper_process import main
 from pathlib import Path
-stand_in_compiler.StandIn(Path({folder!r}), 2).install(pytest.MonkeyPatch())
+stand_in_compiler.StandIn(Path({folder!r}), {processes}).install(pytest.MonkeyPatch())
 inductor.get_ready_to_compile = lambda: None
-main(int(sys.argv[1]), int(sys.argv[2]))
+inductor.compile_example = lambda device: None
+{others}
+main(sys.argv[1], int(sys.argv[2]))
+"""
+
+#: The first helper that compiles is killed; no process is forked any more.
+KILLED = """
+stand_in = inductor.compiled
+def compiled(traced):
+    try:
+        (Path({folder!r}) / "killed").mkdir()
+    except FileExistsError:
+        return stand_in(traced)
+    os.kill(os.getpid(), signal.SIGKILL)
+inductor.compiled = compiled
+"""
+LOST = """
+with (Path({folder!r}) / "begun").open("a") as begun:
+    begun.write(str(len(sys.argv[1].split(","))))
+inductor.is_lost_to_gpus = lambda: True
+"""
+NOT_FORKED = """
+def fork():
+    raise BlockingIOError(11, "Resource temporarily unavailable")
+os.fork = fork
 """
 
 
@@ -100,24 +127,29 @@ def is_there(process: int) -> bool:
 
 
 @contextmanager
-def helped_by(script: str, patch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def helped_by(script: str, patch: pytest.MonkeyPatch) -> Iterator[dict[int, None]]:
     """In this context helpers run a script; all have a job before the rank takes any back."""
     patch.setattr(helper_pool, "_command", lambda: [sys.executable, "-c", FAKE + script])
-    processes, start, settled = list[int](), helper_pool._Pool.start, helper_pool._Pool.settled
+    processes, servers = dict[int, None](), list[int]()
+    answer, settled = helper_pool._Helper.answer, helper_pool._Pool.settled
 
-    def noted(self: helper_pool._Pool, count: int) -> None:
-        start(self, count)
-        processes.extend(x.process.pid for x in self.helpers)
+    def noted(self: helper_pool._Helper) -> Any:
+        if self.server.pid not in servers:
+            servers.append(self.server.pid)
+        answered = answer(self)
+        if self.pid is None:
+            processes[answered[0]] = None
+        return answered
 
     def patient(self: helper_pool._Pool, jobs: Any, timeout_s: float) -> Any:
         until(lambda: not self.helpers or any(x.is_begun or x.is_over for x in jobs))
         return settled(self, jobs, timeout_s)
 
-    patch.setattr(helper_pool._Pool, "start", noted)
+    patch.setattr(helper_pool._Helper, "answer", noted)
     patch.setattr(helper_pool._Pool, "settled", patient)
     yield processes
     ended()
-    assert not any(map(is_there, processes))
+    assert not any(map(is_there, [*processes, *servers]))
 
 
 def said(timeout_s: float = 600.0) -> str:
@@ -133,18 +165,66 @@ def said(timeout_s: float = 600.0) -> str:
 # -- a rank and its helpers ------------------------------------------------------------------------
 
 
-def test_a_helper_shares_the_work(compiler: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody goes on before both have begun a function."""
-    compiler.processes = 2
-    script = STANDS_IN.format(tests=str(TESTS), folder=str(compiler.folder))
-    with helped_by(script, monkeypatch) as processes:
+def stands_in(compiler: StandIn, others: str = "") -> str:
+    """A script of helpers that compile as the rank does."""
+    folder = str(compiler.folder)
+    return STANDS_IN.format(
+        tests=str(TESTS), folder=folder, processes=compiler.processes,
+        others=others.format(folder=folder),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("helpers", [1, 2])
+def test_helpers_share_the_work(
+    helpers: int, compiler: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody goes on before all have begun a function; one process forks several helpers."""
+    monkeypatch.setenv("MDFUSE_HELPERS", str(helpers))
+    compiler.processes = 1 + helpers
+    with helped_by(stands_in(compiler), monkeypatch) as processes:
         told = said()
-    assert {*compiler.began} == {*map(str, [os.getpid(), *processes])} and len(processes) == 1
+    assert {*compiler.began} == {*map(str, [os.getpid(), *processes])}
+    assert len(processes) == helpers
     assert len(compiler.began) == UNITS
-    helped = compiler.began.count(str(processes[0]))
+    helped = sum(compiler.began.count(str(x)) for x in processes)
     assert f"{UNITS - helped} compiled, {helped} compiled in helper processes\n" in told
     assert "left to this process" not in told
     assert not [*(compiler.folder / "mdfuse").glob(".*")]
+
+
+def test_a_helper_that_is_killed_leaves_the_others(
+    compiler: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They and the rank begin a function behind its end, of which it tells."""
+    monkeypatch.setenv("MDFUSE_HELPERS", "2")
+    with helped_by(stands_in(compiler, KILLED), monkeypatch) as processes:
+        compiler.processes = 2
+        told = said()
+    assert len(processes) == 2 and len({*compiler.began}) == 2
+    assert len(compiler.began) == UNITS
+    assert "    1 left to this process by a helper process: it ended with signal 9\n" in told
+
+
+def test_helpers_that_were_forked_too_late_for_gpus_begin_anew(
+    compiler: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are processes of the same numbers, below the one that forked them."""
+    monkeypatch.setenv("MDFUSE_HELPERS", "2")
+    compiler.processes = 3
+    compiler.folder.mkdir()
+    with helped_by(stands_in(compiler, LOST), monkeypatch) as processes:
+        told = said()
+    assert {*compiler.began} == {*map(str, [os.getpid(), *processes])} and len(processes) == 2
+    assert (compiler.folder / "begun").read_text() == "2" + "1" * 2
+    assert "left to this process" not in told
+
+
+def test_helpers_that_are_not_forked(compiler: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MDFUSE_HELPERS", "2")
+    with helped_by(stands_in(compiler, NOT_FORKED), monkeypatch) as processes:
+        told = said()
+    assert not processes and compiler.began == [str(os.getpid())] * UNITS
+    assert f"{UNITS} left to this process by a helper process: it ended with code 11\n" in told
 
 
 @pytest.mark.parametrize(
@@ -239,7 +319,7 @@ def test_helpers_end_with_a_rank_that_is_killed(
         kept = os.fork()
         if not kept:
             time.sleep(600)
-        told = f"{helper_pool._POOLS[0].helpers[0].process.pid} {kept}\n"
+        told = f"{helper_pool._POOLS[0].helpers[0].server.pid} {kept}\n"
         os.write(there, told.encode())
         time.sleep(600)
     helper, kept = map(int, os.read(here, 100).split())
@@ -265,7 +345,7 @@ def test_a_process_that_is_forked_has_no_helpers_to_wait_for(
             with helper_pool._STARTING:
                 os._exit(0 if is_over and helper_pool._running() is None else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert not job.is_over and len(processes) == 1 and is_there(processes[0])
+        assert not job.is_over and len(processes) == 1 and is_there(*processes)
 
 
 def test_jobs_of_helpers_that_another_thread_ended_are_over(
@@ -370,6 +450,31 @@ def test_a_graph_and_its_settings_travel(monkeypatch: pytest.MonkeyPatch) -> Non
     torch.testing.assert_close(got, function(x, i, w.clone()))
 
 
+def test_settings_travel_before_any_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes that compile a helper's kernels stay its own."""
+    from torch._inductor import config
+
+    with config.patch(max_autotune=True, worker_start_method="spawn"):
+        data = packed_settings(torch.device("cpu"))
+    with config.patch(max_autotune=False, worker_start_method="fork"):
+        assert assume_packed(data) == torch.device("cpu")
+        assert (config.max_autotune, config.worker_start_method) == (True, "fork")
+    monkeypatch.setattr(inductor, "settings_of", lambda _: object.__new__(type("Own", (), {})))
+    assert helper_pool._settings() == b""
+
+
+def test_settings_that_cannot_be_read_keep_no_helper_from_its_work() -> None:
+    helper_process._warm_up(b"")
+
+
+def test_an_example_is_compiled_without_a_compiler_of_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "/none")
+    inductor.compile_example(torch.device("cpu"))
+
+
 def test_settings_of_another_machine_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     data = packed(inductor.traced(products, [form(3, 5), form(5, 5)]))
     monkeypatch.setattr(inductor, "fingerprint", lambda device: "another machine")
@@ -444,6 +549,48 @@ def test_long_programs_on_gpus_start_helpers_early(
 
 
 @pytest.mark.parametrize(
+    ("layers", "variable", "want"),
+    [(32, "auto", [4]), (31, "auto", []), (32, "never", [])],
+)
+def test_modules_of_many_parameters_start_helpers_before_their_import(
+    layers: int, variable: str, want: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started, seen = list[int](), list[list[int]]()
+
+    class Layers(torch.nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append([*started])
+            return super().forward(x)
+
+    monkeypatch.setattr(inductor, "folder", lambda: tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100 << 30, 140 << 30))
+    monkeypatch.setattr(helper_pool, "_settings", lambda: b"")
+    monkeypatch.setattr(helper_pool, "_cores", lambda: 16)
+    monkeypatch.setattr(helper_pool._Pool, "start", lambda self, count: started.append(count))
+    monkeypatch.delenv("MDFUSE_HELPERS", raising=False)
+    monkeypatch.setenv("MDFUSE_COMPILE", variable)
+    module = Layers(*[torch.nn.Linear(2, 2) for _ in range(layers)])
+    mf.from_torch(module, (torch.ones(1, 2),), mesh=mf.DeviceMesh([0]))
+    assert seen[0] == started == want
+
+
+@pytest.mark.parametrize("limit", [1, 10**6])
+def test_helpers_that_a_long_program_does_not_need_end(
+    limit: int, compiler: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its functions are in files; a short one leaves them to a program that is lowered."""
+    monkeypatch.setenv("MDFUSE_HELPERS", "0")
+    said()
+    monkeypatch.setenv("MDFUSE_HELPERS", "1")
+    monkeypatch.setattr(helper_pool, "_LONG", limit)
+    with helped_by(HANGS, monkeypatch):
+        helper_pool._start(1, 1)
+        assert f"{UNITS} found in files\n" in said()
+        assert (helper_pool._running() is None) is (limit == 1)
+
+
+@pytest.mark.parametrize(
     ("options", "offered"),
     [
         (Options(compile="always", graph="never"), True),
@@ -468,7 +615,8 @@ def test_helpers_join_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = {"CUDA_VISIBLE_DEVICES": "3", "TRITON_CACHE_DIR": "/there", "OMP_NUM_THREADS": "1"}
     monkeypatch.setattr(os, "environ", {**theirs, **kept, "MDFUSE_HELPERS": "5"})
     variables = helper_pool._environment(4)
-    assert variables == {**kept, "MDFUSE_HELPERS": "0", "TORCHINDUCTOR_COMPILE_THREADS": "4"}
+    given = {"MDFUSE_HELPERS": "0", "TORCHINDUCTOR_COMPILE_THREADS": "4"}
+    assert variables == {**kept, **given, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     monkeypatch.setitem(os.environ, "TORCHINDUCTOR_COMPILE_THREADS", "9")
     assert helper_pool._environment(4)["TORCHINDUCTOR_COMPILE_THREADS"] == "9"
 
