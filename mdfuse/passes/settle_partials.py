@@ -20,7 +20,7 @@ A factor is multiplied into the sum, not into its terms, which it might round, o
 
 unless the terms take fewer bytes behind it, as where they are added up further.
 
-What is added to a Partial becomes one first, where that takes no more bytes; see `gather_factors`,
+What is added to a Partial becomes one first, where that takes no more bytes; see `cheap_operands`,
 which decides anew behind what is reduced.
 """
 

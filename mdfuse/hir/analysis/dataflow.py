@@ -177,6 +177,16 @@ class Dataflow:
         return [dict.fromkeys(_used(i)) for i in self.code]
 
     @cached_property
+    def used_at(self) -> Mapping[str, Sequence[int]]:
+        """Name, or memory by its name -> where it is used, in order; a wait uses as its post."""
+        positions = defaultdict[str, list[int]](list)
+        for n, i in enumerate(self.code):
+            effects = self.effects(i)
+            for name in effects.reads | effects.writes:
+                positions[name].append(n)
+        return positions
+
+    @cached_property
     def written_at(self) -> Mapping[str, Sequence[int]]:
         """Memory -> the positions at which it is written, in order; names -> where they are."""
         positions = defaultdict[str, list[int]](list)
@@ -190,6 +200,21 @@ class Dataflow:
         positions = self.written_at.get(self.memory(name), ())
         n = bisect_left(positions, before)
         return positions[n - 1] if n else -1
+
+    def is_own(self, name: str) -> bool:
+        """Return whether a name has plain memory of its own, which is no input's."""
+        binder = self.binders.get(name)
+        is_plain = binder is not None and not (binder.op == "alloc" and binder.attrs)
+        return is_plain and self.memory(name) == name
+
+    def may_lie_over(self, result: str, operand: str, at: int) -> bool:
+        """Return whether the result of an instruction at a position may lie where an operand does.
+
+        Both have one type, and nothing uses the operand's memory behind the position. An
+        instruction must then read each element of the operand before it writes the element.
+        """
+        is_alike = self.types.get(operand) == self.types[result] and self.is_own(operand)
+        return is_alike and self.used_at[operand][-1] <= at
 
     def bound_at(self, name: str) -> int:
         """Return where a name is bound; -1 for inputs."""

@@ -28,11 +28,11 @@ the old value, and if nothing reads the old value behind the loop:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from mdfuse.hir.analysis.dataflow import storage
+from mdfuse.hir.analysis.dataflow import Dataflow, dataflow
 from mdfuse.hir.emit.sets import copy_into
 from mdfuse.hir.instructions import BLOCKS, received
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
@@ -58,89 +58,28 @@ def run(
     """
     if not reuse:
         return program
-    types, code = dict(program.types), _Code(program.instructions[:-1])
-    shared = dict(storage(program))
-    for i in program.walk():  # a post reads until its wait
-        if i.op in ("post", "send"):
-            shared[i.outputs[0]] = shared.get(i.reads[0], i.reads[0])
+    flow, types = dataflow(program), dict(program.types)
+    code: list[Instead] = [(i,) for i in program.instructions[:-1]]
+    calls = {i.fn: n for n, i in enumerate(program.instructions) if i.op == "call"}
     overwritten = {*reuse.values()}
-    for output in program.outputs:
-        if output not in program.inputs and shared.get(output) in overwritten:
-            code.copy(output, types[output])
-            shared[output] = output
-    sharing: dict[str, set[str]] = {}
-    for name, of in shared.items():
-        sharing.setdefault(of, set()).add(name)
+    views = [
+        x for x in program.outputs if x not in program.inputs and flow.memory(x) in overwritten
+    ]
+    for x in views:
+        for n in flow.uses[x][:-1]:
+            code[n] = tuple(_copied(i, x, types[x]) for i in code[n])
+    flow = replace(flow, memories={**flow.memories, **{x: x for x in views}}, _effects={})
     for output in program.outputs:
         if output in reuse:
-            code.write(output, reuse[output], shared, sharing.get(reuse[output], set()), types)
+            write = _Write(output, reuse[output], flow, _chunks(code, flow, output))
+            write.change(code, types, calls)
     return replace(
         program,
         types=types,
-        instructions=(*code.instructions, program.instructions[-1]),
+        instructions=(*chain.from_iterable(code), program.instructions[-1]),
         aliases={**program.aliases, **reuse},
         alias_orders={n: order for n, order in orders.items() if n in reuse},
     )
-
-
-class _Code:
-    """The instructions in places, indexed by name, so that an output looks at few of them.
-
-    A step of training has thousands of instructions and hundreds of outputs.
-    """
-
-    def __init__(self, code: Iterable[Instruction]) -> None:
-        self._slots: list[Instead] = []
-        self._places: dict[str, set[int]] = {}
-        #: block -> the place of its last call, after which nothing uses its names
-        self._called: dict[str, int] = {}
-        for place, i in enumerate(code):
-            self._slots.append((i,))
-            if i.op == "call":
-                self._called[i.fn] = place
-            for j in i.walk():
-                self._note((*j.reads, *j.outputs), (place,))
-
-    @property
-    def instructions(self) -> Iterator[Instruction]:
-        """All instructions, in order."""
-        return chain.from_iterable(self._slots)
-
-    def copy(self, output: str, kind: BufferType) -> None:
-        """Turn a view of an input that is overwritten into a copy."""
-        for place in self._where((output,)):
-            self._slots[place] = tuple(_copied(i, output, kind) for i in self._slots[place])
-
-    def write(
-        self,
-        output: str,
-        buffer: str,
-        shared: Mapping[str, str],
-        same_memory: Collection[str],
-        types: dict[str, BufferType],
-    ) -> None:
-        """Write an output into the buffer of an input; `same_memory`: other names of the buffer."""
-        chunks = frozenset(_chunks(self._at(self._where((output,))), output))
-        write = _Write(output, buffer, shared, chunks)
-        names = {output, buffer, *chunks, *same_memory}
-        posts = (j for i in self._at(self._where(names)) for j in i.walk() if write.receives(j))
-        places = self._where(names.union(*(j.outputs for j in posts)))
-        ends = {self._called[i.fn] for i in self._at(places) if i.fn in self._called}
-        places = sorted(ends.union(places))
-        written = iter(write.into([*self._at(places)], types))
-        for place in places:
-            self._slots[place] = (*chain.from_iterable(next(written) for _ in self._slots[place]),)
-        self._note((buffer,), places)
-
-    def _where(self, names: Iterable[str]) -> list[int]:
-        return sorted({place for name in names for place in self._places.get(name, ())})
-
-    def _at(self, places: Iterable[int]) -> Iterator[Instruction]:
-        return (i for place in places for i in self._slots[place])
-
-    def _note(self, names: Iterable[str], places: Collection[int]) -> None:
-        for name in names:
-            self._places.setdefault(name, set()).update(places)
 
 
 def _copied(i: Instruction, output: str, kind: BufferType) -> Instruction:
@@ -159,14 +98,33 @@ class _Write:
     Attributes:
         output: the name of the output.
         buffer: the name of the input.
-        shared: name -> the name whose memory it may share.
+        flow: of the program without writes into inputs; an output that would be a view of an
+            overwritten input has memory of its own.
         chunks: the names of the output's chunks, in loops that write or read them.
     """
 
     output: str
     buffer: str
-    shared: Mapping[str, str]
+    flow: Dataflow
     chunks: frozenset[str]
+
+    def change(
+        self, code: list[Instead], types: dict[str, BufferType], calls: Mapping[str, int]
+    ) -> None:
+        """Write the output into the input, in the instructions that use one of them.
+
+        Args:
+            code: for each position the instructions that stand there now.
+            types: the types of all names; names are added and removed.
+            calls: block -> the position of its last call, behind which nothing uses its names.
+        """
+        names = (self.output, self.buffer, *self.chunks)
+        places = {n for x in names for n in self.flow.used_at.get(x, ()) if n < len(code)}
+        places |= {calls[i.fn] for n in places for i in code[n] if i.fn in calls}
+        ordered = sorted(places)
+        written = iter(self.into([i for n in ordered for i in code[n]], types))
+        for n in ordered:
+            code[n] = (*chain.from_iterable(next(written) for _ in code[n]),)
 
     def into(self, code: list[Instruction], types: dict[str, BufferType]) -> list[Instead]:
         """Return the changed code: it writes in place, in a loop, or behind all reads.
@@ -188,8 +146,7 @@ class _Write:
         """Return the code with the output computed elsewhere, and copied after the last read."""
         new = fresh_name(types, f"{self.output}.new")
         types[new] = types[self.output]
-        posts = {x for i in code for j in i.walk() if self.receives(j) for x in j.outputs}
-        uses = [self.makes(i) or self.reads_old(i.walk()) or _waits(i, posts) for i in code]
+        uses = [self.makes(i) or self.reads_old((i,)) for i in code]
         blocks = {i.fn for i, is_use in zip(code, uses, strict=True) if is_use and i.op == "block"}
         calls = [i.op == "call" and i.fn in blocks for i in code]
         last = max(n for n in range(len(code)) if uses[n] or calls[n])
@@ -210,15 +167,16 @@ class _Write:
         return (is_result and not _cuts(i, self.output)) or self.receives(i)
 
     def receives(self, i: Instruction) -> bool:
-        """Return whether an instruction receives the output, or a chunk of it."""
-        return any(x == self.output or x in self.chunks for x in received(i))
+        """Return whether an instruction receives the output, or a chunk of it, or waits for it."""
+        post = self.flow.posts.get(i.reads[0], i) if i.op == "wait" else i
+        return any(x == self.output or x in self.chunks for x in received(post))
 
     def reads_old(self, code: Iterable[Instruction]) -> bool:
         """Return whether some of these instructions read the old value of the input."""
-        return any(self.is_old(x) for i in code for x in i.reads)
+        return any(self.buffer in self.flow.effects(i).reads for i in code)
 
     def is_old(self, name: str) -> bool:
-        return self.shared.get(name, name) == self.buffer
+        return self.flow.memory(name) == self.buffer
 
     def is_in_place(self, block: Sequence[Instruction], names: Collection[str]) -> bool:
         """Return whether one instruction of a block makes the output and may write into the input.
@@ -234,8 +192,7 @@ class _Write:
         inner = block[at].body if block[at].op == "launch" else (block[at],)
         place = next(n for n, i in enumerate(inner) if self.writes(i))
         return self.may_write(inner[place], names) and not (
-            self.reads_old(inner[place + 1 :])
-            or self.reads_old(j for i in block[at + 1 :] for j in i.walk())
+            self.reads_old(inner[place + 1 :]) or self.reads_old(block[at + 1 :])
         )
 
     def may_write(self, i: Instruction, names: Collection[str]) -> bool:
@@ -261,7 +218,7 @@ class _Write:
         buffer, at = makers
         body, behind = code[at].body, code[at + 1 :]
         chunk = next((j.outputs[0] for j in body if _cuts(j, self.output)), None)
-        if chunk is None or self.reads_old(j for i in behind for j in i.walk()):
+        if chunk is None or self.reads_old(behind):
             return None
         cut = (j.outputs[0] for j in body if _cuts(j, self.buffer))
         chunks = [name for name in cut if types[name] == types[chunk]]
@@ -291,16 +248,12 @@ class _Write:
         return replace(i, order=None) if self.output in i.outputs else i
 
 
-def _chunks(code: Iterable[Instruction], name: str) -> Iterator[str]:
-    """Yield the names of the chunks of a value, which loops cut."""
-    for i in code:
-        if i.op in _BLOCKS or _cuts(i, name):
-            yield from (j.outputs[0] for j in i.walk() if _cuts(j, name))
+def _chunks(code: Sequence[Instead], flow: Dataflow, name: str) -> frozenset[str]:
+    """Return the names of the chunks of a value, which loops cut."""
+    users = (i for n in flow.uses[name][:-1] for i in code[n])
+    cutting = (j for i in users if i.op in _BLOCKS or _cuts(i, name) for j in i.walk())
+    return frozenset(j.outputs[0] for j in cutting if _cuts(j, name))
 
 
 def _cuts(i: Instruction, name: str) -> bool:
     return i.op == "chunk" and i.reads == (name,)
-
-
-def _waits(i: Instruction, handles: set[str]) -> bool:
-    return any(j.op == "wait" and j.reads[0] in handles for j in i.walk())

@@ -59,11 +59,11 @@ def _filled(program: HostProgram, output: str) -> HostProgram:
         return program  # what reads the value would read it column by column
     if kind.layout is None or kind.nbytes() < LEAST:
         return program
-    value = next((x for x in code[at].reads if _may_lie_there(program, x, output, at)), None)
+    value = next((x for x in code[at].reads if _may_lie_there(flow, output, x, at)), None)
     if value is None or not flow.results(value)[0] < _fullest(program) < at:
         return program
     first = flow.results(value)[0]
-    product = _product(program, code[first], output)
+    product = _product(program, output, first)
     if product is None:
         return _moved(program, value, output, at)
     again = fresh_name(program.types, f"{value}_again")
@@ -87,43 +87,44 @@ def _moved(program: HostProgram, value: str, output: str, at: int) -> HostProgra
     return replace(program, instructions=tuple(new), types=types)
 
 
-def _product(program: HostProgram, maker: Instruction, output: str) -> str | None:
-    """Return the product that a value is made of, if the rest are inputs of the program."""
-    flow, types = dataflow(program), program.types
-    given = {*maker.reads} - {*program.inputs}
-    if len(given) != 1:
+def _product(program: HostProgram, output: str, at: int) -> str | None:
+    """Return the product that a value is made of at a place, if the rest are given inputs."""
+    flow = dataflow(program)
+    others = {*flow.code[at].reads} - {*program.inputs}
+    if len(others) != 1:
         return None
-    (x,) = given
-    if types.get(x) != types[output] or flow.sharing[x] != [x]:
+    (x,) = others
+    if not _is_free(flow, output, x, at) or flow.readers(x) != [at]:
         return None
     makers = [flow.code[n] for n in flow.results(x)]
     is_product = all(is_library(i) and len(i.outputs) == 1 and i.order is None for i in makers)
-    return x if is_product and len(makers) == len(flow.readers(x)) == 1 else None
+    return x if is_product and len(makers) == 1 else None
 
 
 def _is_one(i: Instruction) -> bool:
     return is_elementwise(i) and len(i.outputs) == 1
 
 
-def _may_lie_there(program: HostProgram, value: str, output: str, at: int) -> bool:
+def _is_free(flow: Dataflow, output: str, value: str, at: int) -> bool:
+    """Return whether a value may lie in an output's memory, by no other name, up to a place."""
+    return flow.may_lie_over(output, value, at) and flow.sharing[value] == [value]
+
+
+def _may_lie_there(flow: Dataflow, output: str, value: str, at: int) -> bool:
     """Return whether a value may lie in the memory of what an instruction makes of it.
 
     Args:
-        program: straight-line, without aliases.
-        value: what the instruction reads.
-        output: what it makes.
+        flow: of a straight program without aliases.
+        output: what the instruction makes.
+        value: what it reads.
         at: its place.
     """
-    flow, types = dataflow(program), program.types
-    if value in (*program.inputs, *program.outputs) or types.get(value) != types[output]:
+    if not _is_free(flow, output, value, at):
         return False
-    if flow.sharing[value] != [value]:
-        return False  # it is a part of another value, or others are parts of it
-    makers = [flow.code[n] for n in flow.results(value)]
-    readers = flow.readers(value)
-    if len(makers) != 1 or not _is_one(makers[0]) or makers[0].order is not None:
+    makers, readers = flow.results(value), flow.readers(value)
+    if len(makers) != 1 or not _is_one(flow.code[makers[0]]):
         return False
-    if readers[-1] != at or not all(is_local(flow.code[n]) for n in readers):
+    if flow.code[makers[0]].order is not None or not all(is_local(flow.code[n]) for n in readers):
         return False
     return all(_leads_to_libraries(flow, flow.code[n]) for n in readers[:-1])
 

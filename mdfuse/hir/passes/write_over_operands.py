@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from mdfuse.config import Options
-from mdfuse.hir.analysis.dataflow import Dataflow, dataflow
+from mdfuse.hir.analysis.dataflow import dataflow
 from mdfuse.hir.emit.sets import copy_into
 from mdfuse.hir.instructions import is_elementwise
 from mdfuse.hir.passes.form_fusion_groups import is_grouped
@@ -55,25 +55,18 @@ def run(program: HostProgram, options: Options) -> HostProgram:
 
 def _pairs(program: HostProgram) -> Iterator[tuple[int, dict[str, str]]]:
     """Yield the positions of units, each with result -> operand."""
-    flow, lasts = dataflow(program), dict[str, int]()
-    aliases = {*program.aliases, *map(program.root, program.aliases)}
-    pinned = {*program.inputs, *program.outputs, *aliases}
-    bound = {x for i in program.instructions for x in i.outputs} - pinned
-    for n, i in enumerate(program.instructions):
-        effects = flow.effects(i)
-        lasts.update(dict.fromkeys((*effects.reads, *effects.writes), n))
-    for n, i in enumerate(program.instructions):
-        if i.op != "launch":
+    flow, pinned = dataflow(program), {*program.outputs, *program.aliases.values()}
+    for n, unit in enumerate(program.instructions):
+        if unit.op != "launch":
             continue
-        reads = dict.fromkeys(i.reads)
+        reads, chosen = dict.fromkeys(unit.reads), dict[str, str]()
         parts = Counter(map(flow.memory, reads))  # the unit may read views of an operand, too
-        free = [
-            x for x in reads if x in bound and _is_own(flow, x) and lasts[x] == n and parts[x] == 1
-        ]
-        chosen = dict[str, str]()
-        for y in i.outputs:
-            if y in bound and _is_large(program, y) and _is_own(flow, y) and flow.results(y) == [n]:
-                x = next((x for x in free if _may_lie_over(program, i, y, x)), None)
+        free = [x for x in reads if parts[x] == 1]
+        for y in unit.outputs:
+            is_free = y not in pinned and flow.is_own(y) and flow.results(y) == [n]
+            if is_free and _is_large(program, y):
+                over = (x for x in free if flow.may_lie_over(y, x, n))
+                x = next((x for x in over if _is_by_element(program, unit, y, x)), None)
                 if x is not None:
                     chosen[y] = x
                     free.remove(x)
@@ -85,24 +78,14 @@ def _is_large(program: HostProgram, x: str) -> bool:
     return program.types[x].layout is not None and program.types[x].nbytes() >= LEAST
 
 
-def _is_own(flow: Dataflow, x: str) -> bool:
-    """Tell whether a name has plain memory of its own."""
-    binder = flow.binders.get(x)
-    is_plain = binder is not None and not (binder.op == "alloc" and binder.attrs)
-    return is_plain and flow.memory(x) == x
-
-
-def _may_lie_over(program: HostProgram, unit: Instruction, result: str, operand: str) -> bool:
-    """Tell whether each element of a result may be written where one of an operand lies."""
-    kind = program.types[result]
-    if program.types[operand] != kind:
-        return False
-    lying = {operand}
+def _is_by_element(program: HostProgram, unit: Instruction, result: str, operand: str) -> bool:
+    """Return whether each element of a result is computed from the one of an operand there."""
+    shape, lying = program.types[result].shape, {operand}
     for i in unit.body:
         if lying.isdisjoint(i.reads) and result not in i.outputs:
             continue
         shapes = {program.types[x].shape for x in i.outputs}
-        if not is_elementwise(i) or i.order is not None or shapes != {kind.shape}:
+        if not is_elementwise(i) or i.order is not None or shapes != {shape}:
             return False
         lying.update(i.outputs)
     return True

@@ -42,7 +42,7 @@ from mdfuse.passes.prices import move_cost
 from mdfuse.passes.propagate_layouts import anew
 from mdfuse.passes.strategy import choose, choose_here, moved, read_layouts
 
-name = "gather_factors"
+name = "cheap_operands"
 
 
 def run(fusion: Fusion) -> Fusion:

@@ -92,3 +92,36 @@ def test_the_stream_that_is_current() -> None:
     assert [None if i is None else (*i.inputs, *i.kwargs.values()) for i in streams] == [
         None, (1,), (1,), (1,), ("c",), ("c",), ("c",)
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("result", "operand", "may"),
+    [
+        ("b", "x", False),  # the caller holds it
+        ("b", "a", False),  # the post reads it until its wait
+        ("c", "a", True),
+        ("c", "b", False),  # its view is read later
+        ("d", "b", True),
+        ("d", "t", False),  # which is the memory of %b
+        ("c", "all", False),  # another type
+        ("d", "c", False),  # an output
+    ],
+)
+def test_which_operands_may_be_written_over(result: str, operand: str, may: bool) -> None:
+    text = """host @over on mesh(t=2) {
+  input %x: f32[2] of [4] (t=S0)
+  %a: f32[2] of [4] (t=S0) = neg(%x)
+  %b: f32[2] of [4] (t=S0) = neg(%a)
+  %all: f32[4] (t=R) = alloc
+  %h = post allgather(%a) -> %all f32[4] (t=S0) => (t=R) axis=t dim=0
+  %t: f32[2] of [4] (t=S0) = permute(%b, dims=[0])
+  wait %h
+  %c: f32[2] of [4] (t=S0) = add(%a, %b)
+  %d: f32[2] of [4] (t=S0) = mul(%t, %c)
+  return %c, %d, %all
+}
+"""
+    program = hir.parse(text)
+    flow = dataflow(program)
+    (at,) = flow.results(result)
+    assert flow.may_lie_over(result, operand, at) == may
