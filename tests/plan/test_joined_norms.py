@@ -7,6 +7,8 @@ or, to the bit, with the same program by separate steps.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +18,10 @@ from torch import Tensor
 
 import mdfuse as mf
 from mdfuse import DeviceMesh, FusionDefinition, Options, Partial, Shard, hir
+from mdfuse.hir.rank.pipelines import project
 from mdfuse.hir.row_norms import RowNorm
 from mdfuse.hir.verify.check import verify
+from mdfuse.plan.build import build
 from mdfuse.simulation import network
 from mdfuse.simulation.network import SimPoster, SimWork
 
@@ -43,7 +47,7 @@ class JoinedWork:
         self.finish()
 
 
-def join(poster: SimPoster, norm: RowNorm, log: list[RowNorm]) -> Callable[..., JoinedWork]:
+def join(poster: Any, norm: RowNorm, log: list[RowNorm]) -> Callable[..., JoinedWork]:
     """The function that posts as the kernel does, whose results are NaN until the wait."""
 
     def post(x: Tensor, r: Tensor | None, w: Tensor | None, t: Any, y: Tensor) -> JoinedWork:
@@ -290,6 +294,45 @@ def test_a_backend_may_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "SimPoster", Poster)
     check(mf.simulate(define(add_norm, shape), inputs(shape)).outputs, inputs(shape))
     assert asked == [7, 7]
+
+
+@dataclass
+class Alike:
+    """A poster of a rank whose peer has the same terms, so that a sum is twice its operand."""
+
+    log: list[RowNorm]
+
+    def __call__(self, srcs: list[Tensor], dsts: list[Tensor]) -> Any:
+        return SimpleNamespace(is_done=True, wait=lambda: dsts[0].copy_(2 * srcs[0]))
+
+    def prepare(self, *_: Any) -> None:
+        """Return None: nothing is prepared."""
+
+    def joined(self, norm: RowNorm, rows: int) -> Any:
+        return join(self, norm, self.log)
+
+
+@pytest.mark.parametrize("is_dense", [True, False])
+def test_a_plan_keeps_buffers_until_the_wait(is_dense: bool) -> None:
+    """Plans have memory of their own, in which a buffer has the place of another one later."""
+    program, log = define(two_of_them, (5, 24)), list[RowNorm]()
+    host = project(program.host, 0)
+    plan = build(host, lambda call: Alike(log), torch.device("cpu"), poison=False)
+    assert "joined" in str(plan) and plan.owned.nbytes
+    for seed in range(3):
+        draw = torch.Generator().manual_seed(seed)
+        x, r, w, z = (
+            torch.randn(n, generator=draw).to(torch.bfloat16)
+            for n in ((1, 5, 24), (5, 24), (24,), (1, 5, 24))
+        )
+        given = [x, r if is_dense else r.T.contiguous().T, w, z]
+        got = plan.run(given)
+        total = x.double()[0] + r.double()
+        y = F.rms_norm(total, (24,), w.double(), EPS)
+        total = total + 2 * z.double()[0] * y
+        for a, b in zip(got, (total, F.rms_norm(total, (24,), w.double(), EPS)), strict=True):
+            assert (a.double() - b).norm() < 2e-2 * b.norm()
+    assert len(log) == 6 and all(n.has_residual and n.has_total for n in log[1::2])
 
 
 def test_explained() -> None:
