@@ -44,13 +44,19 @@ class JoinedNorms:
     def lines(self, i: Instruction, posters: Sequence[Poster]) -> tuple[Line, ...] | None:
         """Return a post as one call with the unit behind it; None where the backend has none."""
         unit = self.units.pop(i.outputs[0], None)
-        if unit is None or len(posters) != 1 or not isinstance(posters[0], Joining):
+        if unit is None or not is_sum(i) or len(posters) != 1:
+            return None
+        (poster,) = posters
+        if not isinstance(poster, Joining):
             return None
         chain = norm_behind(self.context.program, i, unit, is_read=self.is_read(i, unit))
-        if chain is None or len(chain.steps) != len(unit.body) or not is_sum(i):
+        if chain is None or len(chain.steps) != len(unit.body):
+            return None
+        read = (i.inputs[0], chain.residual, chain.weight)
+        if not all(self.context.is_on_device(x) for x in read if isinstance(x, str)):
             return None
         rows = math.prod(self.context.local(chain.result)[:-1])
-        post = posters[0].joined(chain.norm, rows)
+        post = poster.joined(chain.norm, rows)
         return None if post is None else self.joined(i, unit, chain, post)
 
     def is_read(self, i: Instruction, unit: Instruction) -> bool:

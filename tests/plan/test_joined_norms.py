@@ -335,6 +335,38 @@ def test_a_plan_keeps_buffers_until_the_wait(is_dense: bool) -> None:
     assert len(log) == 6 and all(n.has_residual and n.has_total for n in log[1::2])
 
 
+def test_a_word_that_is_wrong_does_no_harm(joined: list[RowNorm]) -> None:
+    """By hand: `then=` in front of other work, and at another post, says nothing."""
+    text = """
+host @hand on mesh(tp=2) {
+  input %x: f32[2,4] (tp=P(sum))
+  input %y: f32[2,4] (tp=P(sum))
+  %s: f32[2,4] (tp=R) = alloc
+  %c = post allreduce[sum](%x) -> %s f32[2,4] (tp=P(sum)) => (tp=R) axis=tp then=row_norm
+  wait %c
+  launch unit(%s) -> %b {
+    %a: f32[2,4] (tp=R) = mul(%s, 2.0)
+    %b: f32[2,4] (tp=R) = exp(%a)
+  }
+  %m: f32[1,4] of [2,4] (tp=S0) = alloc
+  %d = post reduce_scatter[sum](%y) -> %m f32[2,4] (tp=P(sum)) => (tp=S0) axis=tp dim=0 THEN
+  wait %d
+  launch norm(%m) -> %n {
+    %n: f32[1,4] of [2,4] (tp=S0) = rms_norm(%m, None, normalized_shape=[4], eps=1e-06)
+  }
+  return %b, %n
+}
+"""
+    host = hir.parse(text.replace("THEN", "then=row_norm"))
+    verify(host)
+    x, y = torch.rand(2, 2, 4), torch.rand(2, 2, 4)
+    per_rank = [{"x": x[n], "y": y[n]} for n in range(2)]
+    got = mf.simulate(host, per_rank=per_rank).outputs
+    torch.testing.assert_close(got[0], (2 * x.sum(0)).exp())
+    torch.testing.assert_close(got[1], F.rms_norm(y.sum(0), [4], eps=1e-6))
+    assert not joined
+
+
 def test_explained() -> None:
     text = define(two_of_them).explain()
     assert "sums: 2 of 2 sums over ranks with the norms behind them in one kernel" in text
