@@ -100,10 +100,10 @@ class Norms:
         if count < _PROCESSORS:
             return f"a GPU of {count} multiprocessors would be full of blocks that wait"
         width, dtypes = norm.width, (norm.dtype, norm.weight_dtype)
-        x, w = (torch.zeros(width, dtype=t or norm.dtype, device=self.device) for t in dtypes)
-        given = [x, *[x] * norm.has_residual, *[w] * (norm.weight_dtype is not None)]
-        given += [torch.empty_like(x) for _ in range(1 + norm.has_total)]
         try:
+            x, w = (torch.zeros(width, dtype=t or norm.dtype, device=self.device) for t in dtypes)
+            given = [x, *[x] * norm.has_residual, *[w] * (norm.weight_dtype is not None)]
+            given += [torch.empty_like(x) for _ in range(1 + norm.has_total)]
             self.queue(norm, 0, *given)
         except Exception as error:  # of any type: the others are told, and none uses the kernel
             return first_line(error) or type(error).__name__
