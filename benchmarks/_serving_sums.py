@@ -2,7 +2,8 @@
 
 Each rank has a part z of [ranks, rows, width]. A link of the chain multiplies it by the y of the
 link before, in place of a product whose sum ranks split: x = y · z is a term of a sum over the
-ranks, r = r + that sum, y = rms_norm(r) · w. So none can be sent ahead.
+ranks, r = r + that sum, y = rms_norm(r) · w. So none can be sent ahead. By `symmetric` a sum, its
+residual and its norm are one kernel, and apart where `Options(sums="apart")` says so.
 """
 
 from __future__ import annotations
@@ -68,8 +69,12 @@ def rows(plan: Any) -> Iterator[Row]:
             yield plan.row(f"{what}: {name}", sizes, "us", pair, f"{limit / 1e3:g} us", 1.0)
 
 
-def _carriers(plan: Any) -> tuple[str, str]:
-    return "symmetric", plan.ranks.comm.backend
+#: In one kernel, and apart.
+_JOINED, _APART = "symmetric", "symmetric, apart"
+
+
+def _carriers(plan: Any) -> tuple[str, ...]:
+    return _JOINED, _APART, plan.ranks.comm.backend
 
 
 def _case(plan: Any, shape: tuple[int, int], links: int) -> tuple[dict[str, Tensor], Tensor]:
@@ -123,7 +128,12 @@ def _program(plan: Any, shape: tuple[int, int], links: int, carrier: str) -> mf.
             y = fd.ops.rms_norm(r, (width,), w, _EPS)
         fd.add_output(r)
         fd.add_output(y)
-    return mf.compile(fd, mf.Options(backend=f"{plan.ranks.comm.backend}, tp={carrier}"))
+    sums: Any = "apart" if carrier == _APART else "auto"
+    backend = f"{plan.ranks.comm.backend}, tp={carrier.split(',')[0]}"
+    program = mf.compile(fd, mf.Options(backend=backend, sums=sums))
+    joined = links if carrier == _JOINED and plan.is_gpu else 0
+    assert str(program.host).count("then=row_norm") == joined
+    return program
 
 
 def _by_hand(plan: Any, links: int, given: Mapping[str, Tensor]) -> Callable[[], Sequence[Tensor]]:

@@ -14,7 +14,7 @@ sizes     a layer for each of many batch sizes in turn, beside one CUDA graph pe
 token     a token of one request by `mf.generate`, beside a copy of as many bytes as are read for
           it; and the host's time of it, beside the replay of its graph
 sums      of several ranks: a sum over them, added to a residual, and a norm of rows, in a chain of
-          32 in one graph, by the backends `symmetric` and NCCL, beside NCCL by hand
+          32 in one graph, by `symmetric`, in one kernel and apart, and by NCCL, beside it by hand
 
 Numbers are drawn. Before the clock runs, tokens are judged by logits in float64: a token of either
 side lies no further behind the largest logit than roundings of its dtype explain.

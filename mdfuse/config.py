@@ -120,6 +120,8 @@ class Options:
         reduce_dtype: torch.float32 or torch.float64: sums of narrower floats that ranks hold parts
             of are cast to it before they are reduced, along every axis, and back after; not where
             ranks hold parts of the result, too. None: they are reduced as they are.
+        sums: "auto": by `symmetric`, on GPUs, a small sum over ranks and the norm of rows behind it
+            are one kernel; "apart": they are computed one after the other.
         streams: how many streams a lowering with streams uses.
         stream_policy: which stream an instruction of a streamed loop goes to. "round_robin": each
             iteration on the next stream; "copy_compute": transfers on one stream, the rest on
@@ -176,6 +178,7 @@ class Options:
     context: Literal["auto", "gather", "heads", "ring"] = "auto"
     counts: Literal["host", "device"] = "host"
     reduce_dtype: Any = None
+    sums: Literal["auto", "apart"] = "auto"
     streams: int = 4
     stream_policy: Literal["auto", "round_robin", "copy_compute"] = "auto"
     plans: int = 32
@@ -321,6 +324,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "logits_bytes": (_is_bytes, "a chunk of logits has a number of bytes, 0 for all at once"),
     "context": _is_one_of("auto", "gather", "heads", "ring"),
     "counts": _is_one_of("host", "device"),
+    "sums": _is_one_of("auto", "apart"),
     "overlap": _is_one_of("never", "auto", "measure"),
     "costs": (
         lambda value: isinstance(value, str) and bool(value),
@@ -378,6 +382,7 @@ _READ: dict[str, tuple[Any, str]] = {
         "bytes of logits that are computed together; 268435456 is the default, 0 for all",
     ),
     "context": (str, "attention whose positions are split: auto, gather, heads or ring"),
+    "sums": (str, "sums over ranks and norms behind them: auto, in one kernel, or apart"),
     "counts": (str, "who knows how many rows go to experts: host or device"),
     "overlap": (
         str,

@@ -21,6 +21,7 @@ from mdfuse.hir.passes import (
     group_heads,
     hoist_posts,
     insert_frees,
+    join_norms,
     keep_wide,
     name_backends,
     place_symmetric,
@@ -211,6 +212,8 @@ HOST_PASSES: tuple[tuple[str, HostPass], ...] = (
     (form_fusion_groups.name, form_fusion_groups.run),
     # Needs all units, which it compares.
     (cut_units.name, cut_units.run),
+    # Needs the final units, whose equal ones it leaves equal.
+    (join_norms.name, join_norms.run),
     # Needs all units, whose equal ones it leaves equal; it moves last uses.
     (write_over_operands.name, write_over_operands.run),
     # After the passes that move uses.

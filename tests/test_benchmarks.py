@@ -394,14 +394,15 @@ def test_serving_on_ranks(tmp_path: Path) -> None:
     sums = {
         (f"sums [{count}, 64]: {name}", peer)
         for count, limit in ((6, "7 us"), (138, "13 us"))
-        for name in ("symmetric", "gloo")
+        for name in ("symmetric", "symmetric, apart", "gloo")
         for peer in ("by hand", limit)
     }
     assert found.keys() == {("decode: a token", "reduce-overhead")} | sums
     assert found["sums [6, 64]: gloo", "7 us"]["rounds"]["against"] == [7000.0] * 2
     world = stored["world"]
     assert world["decode"]["same tokens"] == 1 and world["behind"].keys() == {"decode"}
-    assert {*world["sums"]["sums [6, 64]"]} == {"by hand", "symmetric", "gloo"}
+    names = {"by hand", "symmetric", "symmetric, apart", "gloo"}
+    assert {*world["sums"]["sums [6, 64]"]} == names
 
 
 def test_serving_has_rows(ended_at_once: Ended) -> None:

@@ -38,6 +38,7 @@ WITH_A_PACKAGE = dict.fromkeys(
     (
         "mdfuse.ir.few_rows_kernels",
         "mdfuse.ir.documents_kernels",
+        "mdfuse.backends.symmetric.cuda_norms_kernels",
         "mdfuse.backends.symmetric.cuda_sums_kernels",
     ),
     "triton",

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mdfuse.backends.post_notes import Track
+    from mdfuse.hir.row_norms import RowNorm
 
     Buffers = Sequence[Tensor]
 
@@ -181,6 +182,18 @@ class Grouping(Protocol):
 
         Returns:
             None where the posts are to be made one by one.
+        """
+
+
+@runtime_checkable
+class Joining(Protocol):
+    """A poster of sums that may compute a norm of the sum's rows in the same kernel."""
+
+    def joined(self, norm: RowNorm, rows: int) -> Callable[..., Work] | None:
+        """Return the function that posts both; None, alike on all members, where none does.
+
+        Its arguments are dense: the operand of the sum, the residual, the weight, the total and the
+        result, or None for those that there are not. Results share memory with no operand.
         """
 
 

@@ -11,6 +11,7 @@ from mdfuse.evaluator import HostIrEvaluator
 from mdfuse.hir.instructions import TRANSFERS
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.rank.pipelines import as_run, project
+from mdfuse.hir.row_norms import is_sum
 from mdfuse.plan.arena import arena
 from mdfuse.runtime.backend_rows import BACKENDS
 from mdfuse.runtime.sharing import carried
@@ -83,3 +84,12 @@ def elsewhere(last: HostIrEvaluator | None) -> Iterator[str]:
     """Yield lines on teams that another backend carries than was asked for, once they are made."""
     if last is not None and last.communicator is not None:
         yield from carried(last.communicator)
+
+
+def norms(host: HostProgram) -> Iterator[str]:
+    """Yield a line on sums over ranks that are computed with the norms behind them."""
+    sums = [i for i in host.walk() if is_sum(i)]
+    joined = sum("then" in i.kwargs for i in sums)
+    if joined:
+        what = "sums over ranks with the norms behind them in one kernel, on GPUs by symmetric"
+        yield f"sums: {joined} of {len(sums)} {what}"

@@ -15,7 +15,7 @@ from mdfuse.communication import Communication
 from mdfuse.compiled import overlap
 from mdfuse.compiled.advice import advice, post_reason
 from mdfuse.compiled.autotune import Trial
-from mdfuse.compiled.backend_report import between_carriers, elsewhere, staging, together
+from mdfuse.compiled.backend_report import between_carriers, elsewhere, norms, staging, together
 from mdfuse.compiled.microbatch_lines import microbatch_lines
 from mdfuse.compiled.overlap import OverlapDecisions
 from mdfuse.compiled.program_files import ProgramParts, from_files
@@ -195,7 +195,7 @@ class Program(Forgetful):
         lines += [f"  {line}" for line in _streams(self.host)]
         lines += [f"  {line}" for line in (*copies(self.host), *together(self.host))]
         lines += [f"  {line}" for line in between_carriers(self.host, self.options)]
-        lines += [f"  {line}" for line in staging(self.host, self.options)]
+        lines += [f"  {line}" for line in (*norms(self.host), *staging(self.host, self.options))]
         lines += [f"  {line}" for line in elsewhere(self._evaluators.recent)]
         lines += [f"  {line}" for line in _graphs(self.host, self.options)]
         lines += [f"  {line}" for line in _launches(self.host, self._evaluators.recent)]

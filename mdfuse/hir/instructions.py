@@ -113,8 +113,8 @@ _ROWS = (
     Row(name="unpack_rows", operands=(2, 2), makes="value", is_view=True,
         may_copy=True),
     # -- communications
-    Row(name="post", operands=(2, 3), attrs=(attr("pieces", "count"),), makes="handle",
-        is_post=True, communicates=True,
+    Row(name="post", operands=(2, 3), attrs=(attr("pieces", "count"), word("then", "row_norm")),
+        makes="handle", is_post=True, communicates=True,
         sets=(_AXIS, _AXES, attr("dim", "dim"), attr("to_dim", "dim"), _BACKEND)),
     Row(name="send", operands=_ONE, attrs=(attr("to", "index", True), _AXIS, _ALONG, _BACKEND),
         makes="handle", is_post=True, communicates=True),

@@ -10,6 +10,7 @@ import torch
 from mdfuse.hir.analysis.dataflow import shared_operand
 from mdfuse.hir.instructions import COMMUNICATIONS, MEMORY, PURE_VIEWS, op_of, row_of
 from mdfuse.hir.program import Instruction
+from mdfuse.hir.row_norms import unit_behind
 from mdfuse.ir import ops
 from mdfuse.plan import buffer_ops, counted_steps, numbered_streams
 from mdfuse.plan.allocation import allocate
@@ -50,6 +51,9 @@ class Builder:
         """Make the steps of all instructions."""
         for self.number, i in enumerate(instructions):
             n = self.number
+            unit = unit_behind(instructions, n) if i.op == "post" and "then" in i.kwargs else None
+            if unit is not None:
+                self.posts.norms.units[i.outputs[0]] = instructions[unit]
             self.add(i, _following(instructions, n) if i.op == "post" else None)
         self.number = -1
         self.finish()
@@ -160,6 +164,10 @@ class Builder:
     def launch(self, i: Instruction) -> None:
         """Add the expressions of a host unit; inner values are dropped after their last use."""
         context, start = self.context, len(self.steps)
+        joined = self.posts.norms.behind.pop(id(i), None)
+        if joined is not None:
+            self.append(computed(i, joined, context))
+            return
         outside = {context.slot(x): x for x in (*i.reads, *i.outputs) if context.has_buffer(x)}
         given, borders = set(context.bound), {*i.inputs, *i.outputs}
         last = {name: j for j in i.body for name in (*j.reads, *j.outputs) if name not in borders}
@@ -178,6 +186,12 @@ class Builder:
         if context.fuse is not None and is_fused:
             steps = self.steps[start:]
             self.steps[start:] = context.fuse(i, steps, outside, context)
+
+
+def computed(i: Instruction, lines: tuple[Line, ...], context: Context) -> PlanStep:
+    """Return the step of a unit that the post before it has computed, but for some calls."""
+    inputs, outputs = (tuple(map(context.slot, x)) for x in (i.reads, i.outputs))
+    return PlanStep(lines=lines, label=label(i), op="joined", inputs=inputs, outputs=outputs)
 
 
 def _works(i: Instruction) -> bool:

@@ -23,6 +23,7 @@ from mdfuse.layouts.rank_part import RankPart
 from mdfuse.plan import counted_steps
 from mdfuse.plan.context import Context, PlanStep, label
 from mdfuse.plan.exchanges import Exchanges
+from mdfuse.plan.joined_norms import JoinedNorms
 from mdfuse.plan.lines import Line, SlotRef, drop, is_dense
 from mdfuse.plan.pending import Pending, landing, nothing_posted
 
@@ -33,6 +34,8 @@ class Posts:
     def __init__(self, context: Context) -> None:
         self.context = context
         self.exchanges = Exchanges(context)
+        #: the norms that are computed with the sums before them
+        self.norms = JoinedNorms(context)
         #: handle -> the calls that wait for its post, where they are the library's own
         self.waits: dict[str, tuple[Line, ...]] = {}
         #: the posts since the start of a group
@@ -61,7 +64,9 @@ class Posts:
                 return [counted_steps.post(i, self.context)]
             case "post":
                 waits = following if following is not None and following.op == "wait" else None
-                return [self.post(i, waits is not None and waits.reads == i.outputs)]
+                post = self.post(i, waits is not None and waits.reads == i.outputs)
+                ahead, self.norms.ahead = self.norms.ahead, []
+                return [*ahead, post]
             case "wait":
                 return [self.wait(i)]
             case "barrier":
@@ -80,7 +85,9 @@ class Posts:
         posters = bound or ()
         if bound is None and call is not None:
             posters = tuple(context.bind(call) for _ in range(pieces))
-        lines = self.prepared(i, part, posters, at_once) if pieces == 1 and posters else None
+        lines = self.norms.lines(i, posters)
+        if lines is None and pieces == 1 and posters:
+            lines = self.prepared(i, part, posters, at_once)
         return PlanStep(
             lines=lines or (self.general(i, part, posters),),
             label=label(i),

@@ -26,7 +26,7 @@ import mdfuse as mf
 from mdfuse.backends.algorithms import Sizes, compose
 from mdfuse.backends.base import Work
 from mdfuse.backends.symmetric.cuda_sites import Sited, Sites, numbering
-from mdfuse.backends.symmetric.cuda_sums import AddUp
+from mdfuse.backends.symmetric.cuda_sums import OneKernel, whole
 from mdfuse.backends.symmetric.cuda_team import CudaOutbox, CudaTeam, CudaWork, Half, LaneOrder
 from mdfuse.backends.symmetric.host_memory import Card, Process, this_process
 from mdfuse.backends.symmetric.outbox_moves import (
@@ -273,7 +273,9 @@ def test_a_post_is_queued_as_one_kernel() -> None:
 
     buffers = Buffers.of((x,), (y,), 0)
     notes = (lambda: None), (lambda: None)
-    work = world.teams[0].post(call, (AddUp(size=6, add=add),), lambda: buffers, notes)
+    work = world.teams[0].post(
+        call, (OneKernel(pieces=whole([x], [y]), run=add),), lambda: buffers, notes
+    )
     assert not given
     world.run()
     work.wait()

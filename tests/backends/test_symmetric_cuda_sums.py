@@ -70,7 +70,8 @@ def test_posts_that_are_one_kernel(name: str) -> None:
     move = sums.post(call, buffers, buffers)
     assert (move is not None) == fits
     if move is not None:
-        assert move.size == case["count"]
+        assert [x.side for x in move.pieces] == ["src", "dst"]
+        assert [x.size for x in move.pieces] == [case["count"]] * 2
 
 
 def test_gpus_that_add(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,12 +123,14 @@ def test_a_team_adds_where_each_has_a_gpu(
     shape = Shape(members=2, slot=provider.slot)
     members = [provider.offer(shape) for _ in gpus]
     at = providers._inbox_at(shape)
-    assert heap.sizes == [at + INBOX_BYTES] * 2
+    assert heap.sizes == [at + 2 * INBOX_BYTES] * 2
     ((begin, size),) = {*heap.cleared}
-    assert begin == (1 << 20) + shape.bytes and begin + size == (1 << 20) + at + INBOX_BYTES
+    assert begin == (1 << 20) + shape.bytes and begin + size == (1 << 20) + at + 2 * INBOX_BYTES
     team = provider.team((0, 1), 1, shape, members, HashStore())
-    assert (team.sums is not None) == (gpus == ("a", "b"))
-    if team.sums is not None:
+    assert (team.sums is not None) == (team.norms is not None) == (gpus == ("a", "b"))
+    if team.sums is not None and team.norms is not None:
+        ends = [x + INBOX_BYTES for x in team.sums.addresses]
+        assert [*team.norms.addresses] == ends and team.norms.index == 1
         assert team.sums.index == 1
         assert [*team.sums.addresses] == [(1 << 40) + at, (2 << 40) + at]
     for memory, _ in members:

@@ -16,6 +16,7 @@ import mdfuse as mf
 from mdfuse import DeviceMesh, Partial, Shard, Stream
 from mdfuse.backends.symmetric import host_team
 from mdfuse.backends.symmetric import symmetric_backend as symmetric
+from mdfuse.hir.row_norms import RowNorm
 from mdfuse.layouts.call import Call
 from mdfuse.torch_private import PrefixStore
 
@@ -233,6 +234,116 @@ def test_small_sums(comm: Any) -> None:
         graph.replay() if turn % 3 else run()
         for dst, (a, b) in zip(into, terms, strict=True):
             assert torch.equal(dst.cpu().float(), a + b), f"turn {turn}"
+    comm.barrier()
+    del graph
+
+
+#: Rows, width, dtype, and whether there is a residual that is returned.
+NORMS = (
+    (6, 6144, torch.bfloat16, True),
+    (1, 100, torch.float16, False),
+    (138, 6144, torch.bfloat16, True),
+    (3, 16_384, torch.float32, False),
+    (60, 16_384, torch.bfloat16, True),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.world(2)
+@pytest.mark.parametrize("sums", ["auto", "apart"])
+def test_sums_and_norms(comm: Any, sums: Any) -> None:
+    """Several in one program, each of what the one before made, in runs and in replays."""
+    mesh = DeviceMesh.arange(tp=2)
+    with mf.FusionDefinition("norms") as fd:
+        for rows, width, dtype, is_added in NORMS:
+            x = fd.define_tensor([2, rows, width], dtype, mesh, {"tp": Shard(0)})
+            r, w = (fd.define_tensor(n, dtype, mesh) for n in ([rows, width], [width]))
+            y = r
+            for _ in range(3):
+                part = (x * y).sum(0).on(mesh, {"tp": Partial("sum")})
+                total = fd.ops.set(part).on(mesh, {})
+                r = total + r if is_added else total
+                y = fd.ops.rms_norm(r, (width,), w, 1e-5)
+            for out in (r, y) if is_added else (y,):
+                fd.add_output(out)
+    options = mf.Options(backend="symmetric", compile="always", sums=sums)
+    program = mf.compile(fd, options)
+    assert str(program.host).count("then=row_norm") == (3 * len(NORMS) if sums == "auto" else 0)
+    shapes = [(n, dtype) for rows, width, dtype, _ in NORMS
+              for n in ((2, rows, width), (rows, width), (width,))]  # fmt: skip
+    for turn in range(12):
+        draw = torch.Generator().manual_seed(turn)
+        whole = [torch.randn(n, generator=draw).to(dtype) for n, dtype in shapes]
+        mine = [x[comm.rank : comm.rank + 1] if x.dim() == 3 else x for x in whole]
+        got = program.run(*(x.contiguous().to(comm.device) for x in mine))
+        for out, right in zip(got, sums_and_norms(whole), strict=True):
+            error = (out.double().cpu() - right).norm() / right.norm()
+            assert error < (1e-5 if out.dtype == torch.float32 else 3e-2), f"turn {turn}: {error}"
+    names = [line for line in str(program.explain()).splitlines() if "in one kernel" in line]
+    assert bool(names) == (sums == "auto")
+    comm.barrier()
+
+
+def sums_and_norms(whole: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Results of `test_sums_and_norms` in float64."""
+    done = []
+    for n, (_, width, _, is_added) in enumerate(NORMS):
+        x, r, w = (z.double() for z in whole[3 * n : 3 * n + 3])
+        y = r
+        for _ in range(3):
+            r = (x * y).sum(0) + (r if is_added else 0)
+            y = torch.nn.functional.rms_norm(r, (width,), w, 1e-5)
+        done += [r, y] if is_added else [y]
+    return done
+
+
+@pytest.mark.gpu
+@pytest.mark.world(2)
+def test_norms_by_posts_and_replays(comm: Any) -> None:
+    """By one kernel: sizes that differ follow each other; results are NaN before each turn."""
+    team = (0, 1)
+    comm.prepare([team])
+    poster = comm.poster(Call(kind="Allreduce", team=team, rank=comm.rank, reduce_op="sum"))
+    posts, buffers = [], []
+    for rows, width, dtype, is_added in (NORMS[0], NORMS[2], NORMS[4], *NORMS):
+        norm = RowNorm(
+            width=width, eps=1e-5, dtype=dtype, weight_dtype=dtype, has_residual=is_added,
+            has_total=is_added, is_rounded=False,
+        )  # fmt: skip
+        posts.append(poster.joined(norm, rows))
+        x, r, total, y = (torch.zeros(rows, width, dtype=dtype, device=comm.device) for _ in "xrty")
+        w = torch.ones(width, dtype=dtype, device=comm.device)
+        buffers.append((x, r if is_added else None, w, total if is_added else None, y))
+    assert all(posts), "the kernel cannot be compiled, or is refused"
+
+    def run() -> None:
+        for post, given in zip(posts, buffers, strict=True):
+            post(*given).wait()
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for turn in range(40):
+        terms = []
+        for n, (x, r, _, total, y) in enumerate(buffers):
+            terms.append([drawn(turn + 50 * n, rank, x.numel()).view(x.shape) for rank in team])
+            x.copy_(terms[-1][comm.rank])
+            if r is not None:
+                r.copy_(drawn(turn, 7, x.numel()).view(x.shape))
+            for out in (total, y):
+                if out is not None:
+                    out.fill_(torch.nan)
+        graph.replay() if turn % 3 else run()
+        for (a, b), (x, r, _, total, y) in zip(terms, buffers, strict=True):
+            right = (a + b).to(x.dtype).double()
+            if total is not None:
+                right = right + r.double().cpu()
+                assert torch.equal(total.cpu(), right.to(x.dtype)), f"turn {turn}"
+            right = torch.nn.functional.rms_norm(right, x.shape[-1:], eps=1e-5)
+            error = float((y.double().cpu() - right).norm() / right.norm())
+            assert error < 1e-2, f"turn {turn}: {error}"
     comm.barrier()
     del graph
 

@@ -21,18 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mdfuse.backends.algorithms import Piece
+from mdfuse.hir.row_norms import CHUNK, DTYPES, MOST
 from mdfuse.layouts.call import Call
 
-#: The size of a chunk, which a block adds, and of a word, bytes.
-CHUNK, _WORD = 8192, 4
-
-#: How many chunks arrive at a rank in one post, at most. Larger sums take two steps of copies.
-_MOST = 240
+#: The size of a word, bytes.
+_WORD = 4
 
 #: The size of an inbox of any team, bytes.
 INBOX_BYTES = 8 << 20
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +48,7 @@ class Inbox:
     @property
     def chunks(self) -> int:
         """The most chunks of an operand."""
-        return _MOST // max(self.members - 1, 1)
+        return MOST // max(self.members - 1, 1)
 
     @property
     def flags(self) -> int:
@@ -73,21 +70,21 @@ class Inbox:
         if call.kind != "Allreduce" or call.reduce_op != "sum" or len(srcs) != 1 or len(dsts) != 1:
             return False
         (src,), (dst,) = srcs, dsts
-        is_plain = src.dtype in _DTYPES and src.dtype == dst.dtype
+        is_plain = src.dtype in DTYPES and src.dtype == dst.dtype
         return is_plain and 0 < src.numel() == dst.numel() and src.nbytes <= self.chunks * CHUNK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AddUp:
+class OneKernel:
     """A post that is one kernel.
 
     Attributes:
-        size: elements of an operand.
-        add: adds up, from the elements of this rank's operand to those of its result.
+        pieces: whole buffers of the post.
+        run: queues it, with the elements of these.
     """
 
-    size: int
-    add: Callable[[Tensor, Tensor], None]
+    pieces: tuple[Piece, ...]
+    run: Callable[..., None]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -108,11 +105,12 @@ class Sums:
         self._inbox = Inbox(len(self.addresses))
         self._table = torch.tensor(self.addresses, dtype=torch.int64).to(self.device)
 
-    def post(self, call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> AddUp | None:
+    def post(self, call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> OneKernel | None:
         """Return the move of a post; None where it takes others."""
         if not self._inbox.fits(call, srcs, dsts):
             return None
-        return AddUp(size=srcs[0].numel(), add=self.add)
+        pieces = whole(srcs, dsts)
+        return OneKernel(pieces=pieces, run=self.add)
 
     def add(self, src: Tensor, dst: Tensor) -> None:
         """Queue the kernel, for dense operands of one dim, on the current stream."""
@@ -124,6 +122,12 @@ class Sums:
                 INDEX=self.index, MEMBERS=inbox.members, CHUNK=count, CHUNK_BYTES=CHUNK,
                 num_warps=8,
             )  # fmt: skip
+
+
+def whole(srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> tuple[Piece, ...]:
+    """Return the pieces that are all elements of the buffers of a post."""
+    sent = [Piece("src", 0, x.numel(), n) for n, x in enumerate(srcs)]
+    return (*sent, *(Piece("dst", 0, x.numel(), n) for n, x in enumerate(dsts)))
 
 
 def name_of(device: torch.device) -> str:

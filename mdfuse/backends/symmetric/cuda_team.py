@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
 
-from mdfuse.backends.algorithms import Copy, Piece, Reduce
+from mdfuse.backends.algorithms import Copy, Reduce
 from mdfuse.backends.nccl.cuda_driver import CudaDevice
 from mdfuse.backends.symmetric.cuda_memory import CudaLane
-from mdfuse.backends.symmetric.cuda_sums import AddUp
+from mdfuse.backends.symmetric.cuda_sums import OneKernel
 from mdfuse.backends.symmetric.outbox_moves import Move, Put, See, Show, Take
 from mdfuse.backends.symmetric.post_buffers import Buffers
 from mdfuse.backends.transfers import change
@@ -105,7 +105,7 @@ class CudaTeam:
     def post(
         self,
         call: Call,
-        moves: Sequence[Move | AddUp],
+        moves: Sequence[Move | OneKernel],
         buffers: Callable[[], Buffers],
         notes: tuple[Callable[[], None], Callable[[], None]],
     ) -> CudaWork:
@@ -129,7 +129,7 @@ class CudaTeam:
         return CudaWork(received, received if sent is None else Half(sent, given))
 
     def _queue(
-        self, call: Call, moves: Sequence[Move | AddUp], buffers: Buffers
+        self, call: Call, moves: Sequence[Move | OneKernel], buffers: Buffers
     ) -> Callable[[], None] | None:
         """Queue moves; return the wait for all readers of shown pieces, if there are any."""
         lane, mine = self.lane, self.outboxes[self.index]
@@ -156,9 +156,8 @@ class CudaTeam:
                     self._see(move, buffers.address(move.piece, 0), answers)
                 case Copy() | Reduce():
                     lane.do(partial(change, call, (move,), buffers.elements))
-                case AddUp():
-                    src, dst = (Piece(side, 0, move.size) for side in ("src", "dst"))
-                    lane.do(partial(move.add, buffers.elements(src), buffers.elements(dst)))
+                case OneKernel():
+                    lane.do(partial(move.run, *map(buffers.elements, move.pieces)))
         return self._sent(shows, era)
 
     def _show(self, shows: Sequence[Show]) -> int:

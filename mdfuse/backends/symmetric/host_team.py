@@ -28,6 +28,7 @@ from mdfuse.backends.teams import no_more_posts
 from mdfuse.backends.transfers import change
 from mdfuse.backends.work import DONE, failure
 from mdfuse.errors import BackendError
+from mdfuse.hir.row_norms import RowNorm
 from mdfuse.layouts.call import Call
 
 #: How often a wait looks, giving its core away in between, before it sleeps; and its sleeps, which
@@ -137,6 +138,9 @@ class HostTeam:
     def __post_init__(self) -> None:
         self.queue = self.progress.new_queue()
         self._fence = Fence()
+
+    def joined(self, call: Call, norm: RowNorm, rows: int) -> None:
+        """Return no post of a sum and a norm: hosts make them one after the other."""
 
     def poster(self, call: Call, size: int, sited: object) -> Callable[..., Work]:
         """Return the function that begins posts of a call; see `Team`."""

@@ -25,8 +25,16 @@ from mdfuse.backends.nccl.cuda_driver import CudaDevice
 from mdfuse.backends.post_notes import PostInfo, PostLog, Track
 from mdfuse.backends.symmetric.cuda_heap import CudaHeap, HeapRun, Lanes, heap_of
 from mdfuse.backends.symmetric.cuda_memory import too_few_queues
+from mdfuse.backends.symmetric.cuda_norms import Norms
 from mdfuse.backends.symmetric.cuda_sites import Sited, Sites
-from mdfuse.backends.symmetric.cuda_sums import INBOX_BYTES, Sums, can_add, name_of
+from mdfuse.backends.symmetric.cuda_sums import (
+    INBOX_BYTES,
+    OneKernel,
+    Sums,
+    can_add,
+    name_of,
+    whole,
+)
 from mdfuse.backends.symmetric.cuda_team import WORD, CudaOutbox, CudaTeam, LaneOrder
 from mdfuse.backends.symmetric.heap import open_heap
 from mdfuse.backends.symmetric.host_memory import Card, SharedMemory, this_process
@@ -34,6 +42,7 @@ from mdfuse.backends.symmetric.host_team import HostTeam, PendingPosts, outbox_o
 from mdfuse.backends.symmetric.outbox_moves import Move, Shape
 from mdfuse.backends.symmetric.post_buffers import Buffers
 from mdfuse.backends.work import DONE
+from mdfuse.hir.row_norms import RowNorm
 from mdfuse.layouts.call import Call
 from mdfuse.layouts.kinds import KINDS
 from mdfuse.torch_private import PrefixStore, Store
@@ -42,6 +51,9 @@ _MIB = 1 << 20
 
 #: The size of a place in a heap, bytes.
 _PLACE = 8
+
+#: How many inboxes a team has: one for sums alone, one for sums with norms behind them.
+_INBOXES = 2
 
 #: Alignment of an inbox, bytes.
 _ALIGNED = 256
@@ -183,8 +195,9 @@ class CudaProvider:
     def offer(self, shape: Shape) -> tuple[SharedMemory, Card]:
         memory = SharedMemory(memory_size(shape, False)[1])
         inbox = _inbox_at(shape)
-        run = self._heap.take(inbox + INBOX_BYTES)
-        self._heap.memory.clear(run.address + shape.bytes, inbox + INBOX_BYTES - shape.bytes)
+        end = inbox + _INBOXES * INBOX_BYTES
+        run = self._heap.take(end)
+        self._heap.memory.clear(run.address + shape.bytes, end - shape.bytes)
         torch.cuda.synchronize(self._place.device)  # the others may begin once they have the card
         self._outboxes[run.handle] = run
         gpu = name_of(self._place.device)
@@ -208,10 +221,14 @@ class CudaProvider:
         )
         lanes = self._heap.take_lanes(self._device)
         lane, tell, watch, behind = lanes
-        sums = None
+        sums, norms, device = None, None, self._place.device
         if can_add([card.gpu for _, card in members]):
-            inboxes = [s + _inbox_at(shape) for s in slots]
-            sums = Sums(index=index, addresses=inboxes, device=self._place.device)
+            inboxes, others = ([s + _inbox_at(shape, n) for s in slots] for n in range(_INBOXES))
+            sums = Sums(index=index, addresses=inboxes, device=device)
+            norms = Norms(
+                team=ranks, index=index, addresses=others, device=device,
+                store=PrefixStore("norms", store), timeout_s=self._place.timeout_s,
+            )  # fmt: skip
         return CudaOutboxes(
             queue=CudaTeam(
                 index=index,
@@ -230,6 +247,7 @@ class CudaProvider:
                 timeout_s=self._place.timeout_s,
             ),
             sums=sums,
+            norms=norms,
             lanes=lanes,
             track=self._device.track(int(lane.stream.cuda_stream)),
             noter=self._place.noter,
@@ -256,12 +274,13 @@ class CudaProvider:
 
 @dataclass(eq=False, kw_only=True)
 class CudaOutboxes:
-    """A team of ranks with buffers on GPUs; `sums` is None where no kernel adds."""
+    """A team of ranks with buffers on GPUs; `sums` and `norms` are None where no kernel adds."""
 
     queue: CudaTeam
     heap: CudaHeap
     sites: Sites
     sums: Sums | None
+    norms: Norms | None
     lanes: Lanes
     track: Track
     noter: PostLog | None
@@ -270,10 +289,27 @@ class CudaOutboxes:
     own_words: Any
     outbox: HeapRun
 
+    def joined(self, call: Call, norm: RowNorm, rows: int) -> Callable[..., Work] | None:
+        """Return the function that posts a sum and a norm of its rows; see `Joining`."""
+        run = None if self.norms is None else self.norms.kernel(call, norm, rows)
+        if run is None:
+            return None
+        notes = self._notes(call, rows * norm.width * norm.dtype.itemsize)
+
+        def post(*given: Tensor | None) -> Work:
+            srcs, dsts = ([x for x in some if x is not None] for some in (given[:3], given[3:]))
+            kernel = OneKernel(pieces=whole(srcs, dsts), run=run)
+            return self.queue.post(call, (kernel,), partial(Buffers.of, srcs, dsts, 0), notes)
+
+        return post
+
+    def _notes(self, call: Call, size: int) -> tuple[Callable[[], None], Callable[[], None]]:
+        if self.noter is None:
+            return _silent, _silent
+        return self.noter.prepare(_subject(call, size), self.track)
+
     def poster(self, call: Call, size: int, sited: Sited | None) -> PostFunction:
-        notes = _silent, _silent
-        if self.noter is not None:
-            notes = self.noter.prepare(_subject(call, size), self.track)
+        notes = self._notes(call, size)
 
         def post(
             moves: Sequence[Move], srcs: Sequence[Tensor], dsts: Sequence[Tensor], scratch: int
@@ -303,9 +339,10 @@ class CudaOutboxes:
             self.heap.memory.unregister(word)
 
 
-def _inbox_at(shape: Shape) -> int:
-    """Return the offset of the inbox in the memory of a team on a GPU, behind its signals."""
-    return -(-(shape.bytes + shape.signals * WORD) // _ALIGNED) * _ALIGNED
+def _inbox_at(shape: Shape, number: int = 0) -> int:
+    """Return the offset of an inbox in the memory of a team on a GPU, behind its signals."""
+    first = -(-(shape.bytes + shape.signals * WORD) // _ALIGNED) * _ALIGNED
+    return first + number * INBOX_BYTES
 
 
 def _silent() -> None:
@@ -327,7 +364,7 @@ def _subject(call: Call, size: int) -> PostInfo:
 #: How many bytes each rank has for each of its teams, by the device that buffers are on.
 OUTBOX_BYTES = {
     "cpu": Shape(members=1, slot=HostProvider.slot).bytes,
-    "cuda": Shape(members=1, slot=CudaProvider.slot).bytes + INBOX_BYTES,
+    "cuda": Shape(members=1, slot=CudaProvider.slot).bytes + _INBOXES * INBOX_BYTES,
 }
 
 #: A team whose members have opened each other's outboxes.

@@ -35,6 +35,7 @@ from mdfuse.backends.teams import new_teams, not_connected, team_key
 from mdfuse.backends.transfers import change, composer
 from mdfuse.backends.work import DONE, first_line
 from mdfuse.errors import BackendError
+from mdfuse.hir.row_norms import RowNorm
 from mdfuse.layouts.call import Call
 from mdfuse.torch_private import PrefixStore, Store
 
@@ -275,6 +276,10 @@ class SymmetricPoster:
     def prepare(self, srcs: Sequence[Tensor], dsts: Sequence[Tensor], place: PostSite) -> None:
         """Return None: a post reads the addresses of its buffers in each run."""
         return None
+
+    def joined(self, norm: RowNorm, rows: int) -> Callable[..., Work] | None:
+        """Return the function that posts the sum and a norm of its rows; see `Joining`."""
+        return None if self.team is None else self.team.joined(self.call, norm, rows)
 
     def _bound(self, itemsize: int, composition: Composition, sizes: Sizes) -> _Bound:
         largest = itemsize * max(sum(sizes.srcs), sum(sizes.dsts))

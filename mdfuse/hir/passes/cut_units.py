@@ -47,7 +47,7 @@ def run(program: HostProgram, options: Options) -> HostProgram:
             cuts[id(unit)] = parts
     if not cuts:
         return program
-    return replace(program, instructions=_replaced(program.instructions, cuts, count()))
+    return replace(program, instructions=replaced(program.instructions, cuts, count()))
 
 
 class _UnitForm(NamedTuple):
@@ -73,9 +73,9 @@ def _parts(
     lengths = {len(k.steps) for k, n in often.items() if len(k.steps) < len(body) and n > uses}
     for length in sorted(lengths, reverse=True):
         for at in (len(body) - length, length):
-            parts = _unit(unit, body[:at], body[at:]), _unit(unit, body[at:], ())
+            parts = part_of(unit, body[:at], body[at:]), part_of(unit, body[at:], ())
             if any(often.get(_key(program, x), 0) > uses for x in parts):
-                return [i for x in parts for i in ((x,) if _is_work(x) else x.body)]
+                return [i for x in parts for i in ((x,) if is_work(x) else x.body)]
     return None
 
 
@@ -85,7 +85,7 @@ def _is_plain(unit: Instruction) -> bool:
     return len({*results}) == len(results) and {*results}.isdisjoint(unit.inputs)
 
 
-def _unit(
+def part_of(
     unit: Instruction, part: Sequence[Instruction], behind: Sequence[Instruction]
 ) -> Instruction:
     """Return a part of a unit as one of its own."""
@@ -97,13 +97,13 @@ def _unit(
     return replace(unit, inputs=tuple(taken), outputs=outputs, body=tuple(part), source=source)
 
 
-def _is_work(unit: Instruction) -> bool:
+def is_work(unit: Instruction) -> bool:
     """Return whether a unit has two steps of work, not of a library alone; others need no unit."""
     works = [i for i in unit.body if not reads_nothing(i)]
     return len(works) > 1 and not all(is_library(i) or i.op == "accumulate" for i in works)
 
 
-def _replaced(
+def replaced(
     block: Sequence[Instruction], cuts: dict[int, Sequence[Instruction]], numbers: Iterator[int]
 ) -> tuple[Instruction, ...]:
     """Return a block with other units for some, numbered anew in order."""
@@ -113,8 +113,8 @@ def _replaced(
             if j.op == "launch":
                 done.append(replace(j, fn=f"fused{next(numbers)}"))
             elif j.body or j.orelse:
-                body = _replaced(j.body, cuts, numbers)
-                done.append(replace(j, body=body, orelse=_replaced(j.orelse, cuts, numbers)))
+                body = replaced(j.body, cuts, numbers)
+                done.append(replace(j, body=body, orelse=replaced(j.orelse, cuts, numbers)))
             else:
                 done.append(j)
     return tuple(done)

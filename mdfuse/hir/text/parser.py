@@ -480,7 +480,8 @@ class _Reader:
                 hint="one of " + ", ".join(_KINDS),
             )
         settings = self.settings(tree, "post")
-        pieces = [("pieces", settings.pop("pieces"))] if "pieces" in settings else []
+        of_post = [a.name for a in INSTRUCTIONS["post"].attrs if a.name in settings]
+        attrs = tuple([(name, settings.pop(name)) for name in of_post])
         comm = Communication(
             kind=_KINDS[kind],
             source=layouts[0],
@@ -494,5 +495,5 @@ class _Reader:
         source = next((name_of(tokens(t)[0]) for t in trees(tree, "source")), None)
         inputs = (source, name_of(others[0]) if others else None, *counts_in(tree))
         return Instruction(
-            op="post", inputs=inputs, outputs=(name_of(handle),), attrs=tuple(pieces), comm=comm
+            op="post", inputs=inputs, outputs=(name_of(handle),), attrs=attrs, comm=comm
         )
