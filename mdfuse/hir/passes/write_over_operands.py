@@ -19,10 +19,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from mdfuse.config import Options
-from mdfuse.hir.analysis.dataflow import Dataflow, dataflow
+from mdfuse.hir.analysis.dataflow import dataflow
 from mdfuse.hir.emit.sets import copy_into
 from mdfuse.hir.instructions import is_elementwise
-from mdfuse.hir.passes.form_fusion_groups import is_grouped
+from mdfuse.hir.passes.large_values import (
+    has_units_in_order,
+    is_large,
+    is_own,
+    last_uses,
+    pinned,
+)
 from mdfuse.hir.program import HostProgram, Instruction
 
 name = "write_over_operands"
@@ -30,14 +36,10 @@ name = "write_over_operands"
 #: What a result is called until it is copied.
 _EARLY = ".early"
 
-#: Bytes of a result from which on this is done: others are little of a program's memory.
-LEAST = 16 << 20
-
 
 def run(program: HostProgram, options: Options) -> HostProgram:
     """Return the program whose units write over operands, where launches are made."""
-    code = program.instructions
-    if not is_grouped(options) or any(i.op in ("set_stream", "block") for i in code):
+    if not has_units_in_order(program, options):
         return program
     pairs = dict(_pairs(program))
     if not pairs:
@@ -45,7 +47,8 @@ def run(program: HostProgram, options: Options) -> HostProgram:
     names = dict[str, str]()
     for result, operand in (pair for at in pairs.values() for pair in at.items()):
         names[result] = names.get(operand, operand)  # which may lie in the memory of another one
-    units = [_writing_over(i, pairs[n]) if n in pairs else i for n, i in enumerate(code)]
+    code = enumerate(program.instructions)
+    units = [_writing_over(i, pairs[n]) if n in pairs else i for n, i in code]
     inner = {x for n in pairs for i in units[n].body for x in i.outputs} - {*program.types}
     early = {x: program.types[x.removesuffix(_EARLY)] for x in inner}
     types = {x: kind for x, kind in program.types.items() if x not in names}
@@ -55,41 +58,26 @@ def run(program: HostProgram, options: Options) -> HostProgram:
 
 def _pairs(program: HostProgram) -> Iterator[tuple[int, dict[str, str]]]:
     """Yield the positions of units, each with result -> operand."""
-    flow, lasts = dataflow(program), dict[str, int]()
-    aliases = {*program.aliases, *map(program.root, program.aliases)}
-    pinned = {*program.inputs, *program.outputs, *aliases}
-    bound = {x for i in program.instructions for x in i.outputs} - pinned
-    for n, i in enumerate(program.instructions):
-        effects = flow.effects(i)
-        lasts.update(dict.fromkeys((*effects.reads, *effects.writes), n))
+    flow, fixed = dataflow(program), pinned(program)
+    lasts = last_uses(flow)
+    bound = {x for i in program.instructions for x in i.outputs} - fixed
     for n, i in enumerate(program.instructions):
         if i.op != "launch":
             continue
         reads = dict.fromkeys(i.reads)
         parts = Counter(map(flow.memory, reads))  # the unit may read views of an operand, too
         free = [
-            x for x in reads if x in bound and _is_own(flow, x) and lasts[x] == n and parts[x] == 1
+            x for x in reads if x in bound and is_own(flow, x) and lasts[x] == n and parts[x] == 1
         ]
         chosen = dict[str, str]()
         for y in i.outputs:
-            if y in bound and _is_large(program, y) and _is_own(flow, y) and flow.results(y) == [n]:
+            if y in bound and is_large(program, y) and is_own(flow, y) and flow.results(y) == [n]:
                 x = next((x for x in free if _may_lie_over(program, i, y, x)), None)
                 if x is not None:
                     chosen[y] = x
                     free.remove(x)
         if chosen:
             yield n, chosen
-
-
-def _is_large(program: HostProgram, x: str) -> bool:
-    return program.types[x].layout is not None and program.types[x].nbytes() >= LEAST
-
-
-def _is_own(flow: Dataflow, x: str) -> bool:
-    """Tell whether a name has plain memory of its own."""
-    binder = flow.binders.get(x)
-    is_plain = binder is not None and not (binder.op == "alloc" and binder.attrs)
-    return is_plain and flow.memory(x) == x
 
 
 def _may_lie_over(program: HostProgram, unit: Instruction, result: str, operand: str) -> bool:
