@@ -74,11 +74,11 @@ class DeviceRuns:
             self.last = max([n for n, x in self._queued if x.is_done(n)], default=before)
 
 
-#: Of all states on GPUs.
+#: The runs of all states on GPUs.
 _all_runs: WeakSet[DeviceRuns] = WeakSet()
 
 
-class _Ranks(Protocol):
+class _Interrupted(Protocol):
     """The parts of a communicator that an interruption needs."""
 
     is_ready: bool
@@ -94,7 +94,7 @@ class _Ranks(Protocol):
         """Return its backends."""
 
 
-def can_rebuild(ranks: _Ranks) -> bool:
+def can_rebuild(ranks: _Interrupted) -> bool:
     """Return whether the ranks that are left can go on where one is lost."""
     is_alone = ranks.door is None or ranks.size == 1
     return not is_alone and why_no_survivors(ranks.launch, os.environ) is None
@@ -108,7 +108,7 @@ class Interruption:
         thread: in which programs run; by default the main one.
     """
 
-    def __init__(self, ranks: _Ranks, thread: threading.Thread | None = None) -> None:
+    def __init__(self, ranks: _Interrupted, thread: threading.Thread | None = None) -> None:
         self._ranks, self._thread = ranks, thread or threading.main_thread()
         self._lock = threading.Lock()
         self._is_over = self._is_released = False
@@ -164,7 +164,7 @@ def raise_in(thread: threading.Thread, error: BackendError) -> threading.Event:
     """
     taken = threading.Event()
 
-    class Raised(BackendError):
+    class InThread(BackendError):
         def __init__(self) -> None:
             super().__init__(
                 error.what, where=error.where, because=error.because, hint=error.hint,
@@ -172,9 +172,9 @@ def raise_in(thread: threading.Thread, error: BackendError) -> threading.Event:
             )  # fmt: skip
             taken.set()
 
-    Raised.__name__ = Raised.__qualname__ = BackendError.__name__
-    Raised.__module__ = BackendError.__module__
-    _set_error(thread, Raised)
+    InThread.__name__ = InThread.__qualname__ = BackendError.__name__
+    InThread.__module__ = BackendError.__module__
+    _set_error(thread, InThread)
     return taken
 
 

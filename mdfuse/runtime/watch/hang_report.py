@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from mdfuse.errors import BackendError
 from mdfuse.runtime.watch.positions import OwnPosition, Position, Progress, is_shared
@@ -120,6 +120,16 @@ RAISED = "results that its device had not computed by then are worthless"
 
 #: The remedy where the program goes on.
 _REBUILD = "mdfuse.rebuild(error) goes on with the ranks that are left; "
+
+
+class Interrupting(Protocol):
+    """A way to raise an error in the program; see `mdfuse.runtime.interruption`."""
+
+    def can_begin(self) -> bool:
+        """Return whether the program can have an error."""
+
+    def begin(self, error: BackendError) -> bool:
+        """Raise an error in the program; return whether the program has it."""
 
 
 def report(alarm: Alarm, table: Table, consequence: str = ENDS) -> BackendError:

@@ -21,7 +21,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from mdfuse.backends.post_notes import PostInfo, Track
 from mdfuse.errors import PACKAGE, BackendError, Source
@@ -34,6 +34,7 @@ from mdfuse.runtime.watch.hang_report import (
     NEVER_TOLD,
     RAISED,
     Alarm,
+    Interrupting,
     Table,
     blame,
     explained,
@@ -67,16 +68,6 @@ _ERROR_S, _ALARM_S = 7.0, 5.0
 
 #: Folders of code that is not the user's, besides installed packages.
 _LIBRARIES = (PACKAGE, sys.base_prefix + "/lib/", "<")
-
-
-class Interrupting(Protocol):
-    """A way to raise an error in the program; see `mdfuse.runtime.interruption`."""
-
-    def can_begin(self) -> bool:
-        """Return whether the program can have an error."""
-
-    def begin(self, error: BackendError) -> bool:
-        """Raise an error in the program; return whether the program has it."""
 
 
 class Watch:
