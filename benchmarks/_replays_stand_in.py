@@ -28,7 +28,7 @@ class _Recorder:
     def __init__(self, device: torch.device, stream: Any) -> None:
         self.stream = None
 
-    def record(self, run: Callable[[], list[Any]]) -> tuple[list[Any], _Nothing]:
+    def record(self, run: Callable[[], list[Any]], place: int) -> tuple[list[Any], _Nothing]:
         return run(), _Nothing()
 
 
