@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers.fake_nccl import FakeTrack
 
+from mdfuse.backends.nccl.cuda_driver import CudaDevice
 from mdfuse.bootstrap import Launch
 from mdfuse.compiled.versions import Versions
 from mdfuse.errors import BackendError
@@ -205,3 +206,21 @@ def test_a_state_that_no_run_wrote_is_whole() -> None:
     of, _, _ = versions(False)
     of._runs.freeze()  # type: ignore[union-attr]
     assert [*of.states()] == [0]
+
+
+@pytest.mark.gpu
+def test_marks_are_reached_in_the_order_of_a_stream() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    runs = DeviceRuns(CudaDevice(device))
+    runs.mark(1)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)  # cycles: about a second
+    runs.mark(2)
+    runs.freeze()
+    assert runs.last == 1
+    torch.cuda.synchronize()
+    again = DeviceRuns(CudaDevice(device))
+    again.mark(7)
+    torch.cuda.synchronize()
+    again.freeze()
+    assert again.last == 7
