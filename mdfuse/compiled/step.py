@@ -265,7 +265,7 @@ class Step:
                 several saves. On all ranks, where one cannot.
         """
         states.load(self.program, self.state, self._saver, folder, cast)
-        self._versions.is_whole = True
+        self._versions.loaded()
 
 
 def recover(step: Any, program: Any, or_from: str | Path | None = None) -> Any:
@@ -334,5 +334,6 @@ def resumed(
 ) -> Step:
     """Return a step with a state that has runs behind it."""
     step = Step(program, state, double_buffer=is_double)
-    step._versions.number, step.recovery = version, recovery
+    step.recovery = recovery
+    step._versions.resume(version)
     return step

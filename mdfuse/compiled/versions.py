@@ -37,6 +37,8 @@ class Versions:
         self._state, self.number, self.is_whole = state, 0, True
         self._device = next((x.device for x in state.values() if x is not None and x.is_cuda), None)
         self._runs: DeviceRuns | None = None
+        #: from the begin of a run until it is counted: an error of the watchdog may come between
+        self._is_open = False
         #: copies before the last two runs, the older one first: ranks may be a run apart
         self._copies: list[tuple[int | None, State]] = []
         for _ in range(2 * is_double):
@@ -51,6 +53,7 @@ class Versions:
 
     def begin(self) -> None:
         """Keep the state as it is before a run."""
+        self._is_open = True
         if not self._copies or not self.is_whole:
             return
         _, copy = self._copies[0]
@@ -64,6 +67,20 @@ class Versions:
     def end(self) -> None:
         """Count a run; on a device, note when it is done where survivors could go on."""
         self.number += 1
+        self._mark()
+        self._is_open = False
+
+    def resume(self, number: int) -> None:
+        """Begin at a version that the device is about to have."""
+        self.number = number
+        self._mark()
+
+    def loaded(self) -> None:
+        """Note that the state was read from files: what was kept before is of another one."""
+        self.is_whole, self._is_open, self._runs = True, False, None
+        self._copies = [(None, copy) for _, copy in self._copies]
+
+    def _mark(self) -> None:
         if self._device is not None and (self._runs is not None or _may_be_interrupted()):
             if self._runs is None:
                 self._runs = DeviceRuns(CudaDevice(self._device))
@@ -78,11 +95,12 @@ class Versions:
         """Note that a run raised an error."""
         if may_have_written(self._state, error):
             self.is_whole = False
+        self._is_open = False
 
     def states(self) -> dict[int, State]:
         """Return the versions that this rank holds whole, each with its tensors."""
         states: dict[int, State] = {n: x for n, x in self._copies if n is not None}
-        if self.is_whole:
+        if self.is_whole and not self._is_open:
             states[self.number] = self._state
         last = self.last
         return states if last is None else {n: x for n, x in states.items() if n <= last}

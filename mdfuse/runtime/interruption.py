@@ -11,6 +11,7 @@ A main thread that does not take the error in time waits for something else: the
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import threading
 from collections import deque
@@ -22,9 +23,11 @@ from mdfuse.backends.base import Releasing
 from mdfuse.backends.nccl.cuda_driver import CudaDevice
 from mdfuse.backends.post_notes import Track
 from mdfuse.bootstrap import Launch
-from mdfuse.errors import BackendError
+from mdfuse.errors import BackendError, reason
 from mdfuse.interpreter.threads import within
 from mdfuse.runtime.membership import why_no_survivors
+
+_log = logging.getLogger("mdfuse.comm")
 
 #: How long the main thread may take to come back from a read, seconds.
 _TAKEN_S = 10.0
@@ -55,7 +58,8 @@ class DeviceRuns:
         self._queued: deque[tuple[int, Track]] = deque(maxlen=_AHEAD)
         self.thread: int | None = None
         self.last: int | None = None
-        _all_runs.add(self)
+        with _guard:
+            _all_runs.add(self)
 
     def mark(self, version: int) -> None:
         """Queue a mark behind a run on the current stream."""
@@ -69,13 +73,20 @@ class DeviceRuns:
 
     def freeze(self) -> None:
         """Note the last version that is whole: posts are about to be ended."""
-        if self.last is None and self._queued:
-            before = self._queued[0][0] - 1
-            self.last = max([n for n, x in self._queued if x.is_done(n)], default=before)
+        queued = [*self._queued]  # the program's thread may go on meanwhile
+        if self.last is None and queued:
+            before = queued[0][0] - 1 if len(queued) < _AHEAD else -1  # else nobody knows
+            self.last = max([n for n, x in queued if x.is_done(n)], default=before)
 
 
-#: The runs of all states on GPUs.
+#: The runs of all states on GPUs, and the lock for adding some and listing all.
 _all_runs: WeakSet[DeviceRuns] = WeakSet()
+_guard = threading.Lock()
+
+
+def _every() -> list[DeviceRuns]:
+    with _guard:
+        return [*_all_runs]
 
 
 class _Interrupted(Protocol):
@@ -115,7 +126,7 @@ class Interruption:
 
     def can_begin(self) -> bool:
         """Return whether the program can have the error: it has a state, and runs in one thread."""
-        threads = {runs.thread for runs in [*_all_runs]} - {None}
+        threads = {runs.thread for runs in _every()} - {None}
         releasing = [isinstance(x, Releasing) for x in self._ranks.carriers()]
         is_known = threads == {self._thread.ident} and self._thread.is_alive()
         return is_known and all(releasing) and can_rebuild(self._ranks)
@@ -147,11 +158,14 @@ class Interruption:
                 self._release()
 
     def _release(self) -> None:
-        for runs in [*_all_runs]:
+        for runs in _every():
             runs.freeze()
         for backend in self._ranks.carriers():
-            if isinstance(backend, Releasing):
-                backend.release()
+            try:
+                if isinstance(backend, Releasing):
+                    backend.release()
+            except Exception as error:  # the posts of the others have to end, too
+                _log.warning("posts that cannot be ended: %s", reason(error))
 
 
 def raise_in(thread: threading.Thread, error: BackendError) -> threading.Event:

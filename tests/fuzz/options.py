@@ -92,6 +92,7 @@ def drawers() -> dict[str, Callable[[random.Random], Any]]:
             "overlap": ("auto", "measure", "measure", "never"),
             "context": ("gather", "heads", "ring"),
             "counts": ("host", "device"),
+            "sums": ("auto", "apart"),
             "ranges": ("torch", "nvtx"),
         }.items()
     }

@@ -192,6 +192,72 @@ def test_versions_behind_the_device_are_not_whole(is_double: bool, done: int) ->
     assert of.number == 4
 
 
+def test_an_error_between_a_run_and_its_count_leaves_no_version() -> None:
+    """The run has written the state, and the count says that it has not."""
+    of, gpu, state = versions(True)
+    run(of, state, 1)
+    of.begin()
+    state.fill_(2)
+    gpu.tracks[1].done = 1
+    of._runs.freeze()  # type: ignore[union-attr]
+    held = of.states()
+    assert [*held] == [0, 1] and held[1]["w"] is not state
+    of.loaded()
+    assert {n: x["w"] is state for n, x in of.states().items()} == {1: True}
+
+
+def test_a_state_that_a_recovery_moves_has_a_mark() -> None:
+    of, gpu, _ = versions(False)
+    of.resume(5)
+    of._runs.freeze()  # type: ignore[union-attr]
+    assert (of.last, [*of.states()]) == (4, [])
+    again, gpu, _ = versions(False)
+    again.resume(5)
+    gpu.tracks[1].done = 5
+    again._runs.freeze()  # type: ignore[union-attr]
+    assert (again.last, [*again.states()]) == (5, [5])
+
+
+def test_a_host_far_ahead_knows_no_version() -> None:
+    of, _, state = versions(True)
+    for number in range(1, 12):
+        run(of, state, number)
+    of._runs.freeze()  # type: ignore[union-attr]
+    assert (of.last, of.states()) == (-1, {})
+
+
+def test_a_thread_that_goes_on_does_not_disturb() -> None:
+    of, gpu, state = versions(True)
+    run(of, state, 1)
+    track = gpu.tracks[1]
+
+    class Racing(FakeTrack):
+        def is_done(self, number: int) -> bool:
+            of._runs.mark(2)  # type: ignore[union-attr]
+            return track.is_done(number)
+
+    of._runs._queued[0] = (1, Racing())  # type: ignore[union-attr]
+    of._runs.freeze()  # type: ignore[union-attr]
+    assert of.last == 0
+
+
+def test_a_backend_that_fails_does_not_hold_up_the_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Broken(Device):
+        def release(self) -> None:
+            raise RuntimeError("no driver")
+
+    device = Device()
+    program = Program(lambda: device.is_free.wait(20))
+    assert Interruption(ranks(Broken(), device), program.thread).begin(ERROR)
+    program.end()
+    assert (
+        device.releases == 1
+        and "posts that cannot be ended: RuntimeError: no driver" in caplog.text
+    )
+
+
 def test_runs_on_several_streams() -> None:
     of, gpu, state = versions(True)
     for number, stream in ((1, 1), (2, 1), (3, 2), (4, 1)):
