@@ -28,7 +28,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "prefetch_bytes": (0, 64, 1 << 20), "logits_bytes": (0, 64),
     "overlap": ("never", "auto", "measure"),
     "costs": ("unit", "h100", PAYS), "plans": (1,), "ranges": ("torch",), "sizes": (),
-    "context": ("auto", "gather", "heads", "ring"), "counts": ("device",),
+    "context": ("auto", "gather", "heads", "ring"), "counts": ("device",), "sums": ("apart",),
     "same_bits": (),  # which has no Partial outputs
 }  # fmt: skip
 
