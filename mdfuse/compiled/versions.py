@@ -35,7 +35,8 @@ class Versions:
 
     def __init__(self, state: State, is_double: bool) -> None:
         self._state, self.number, self.is_whole = state, 0, True
-        self._device = next((x.device for x in state.values() if x is not None and x.is_cuda), None)
+        tensors = [x for x in state.values() if isinstance(x, Tensor)]  # numbers are refused later
+        self._device = next((x.device for x in tensors if x.is_cuda), None)
         self._runs: DeviceRuns | None = None
         #: from the begin of a run until it is counted: an error of the watchdog may come between
         self._is_open = False
