@@ -38,6 +38,8 @@ class Versions:
         tensors = [x for x in state.values() if isinstance(x, Tensor)]  # numbers are refused later
         self._device = next((x.device for x in tensors if x.is_cuda), None)
         self._runs: DeviceRuns | None = None
+        #: whether runs have marks; None: there was no run yet
+        self._is_marked: bool | None = None if self._device else False
         #: from the begin of a run until it is counted: an error of the watchdog may come between
         self._is_open = False
         #: copies before the last two runs, the older one first: ranks may be a run apart
@@ -82,9 +84,10 @@ class Versions:
         self._copies = [(None, copy) for _, copy in self._copies]
 
     def _mark(self) -> None:
-        if self._device is not None and (self._runs is not None or _may_be_interrupted()):
-            if self._runs is None:
-                self._runs = DeviceRuns(CudaDevice(self._device))
+        if self._is_marked is None:
+            self._is_marked = _may_be_interrupted()
+        if self._is_marked and self._device is not None:
+            self._runs = self._runs or DeviceRuns(CudaDevice(self._device))
             self._runs.mark(self.number)
 
     def settle(self) -> None:

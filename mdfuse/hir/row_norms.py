@@ -13,7 +13,7 @@ backend without such a kernel makes the sum, and the unit is computed as any oth
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -131,6 +131,33 @@ def _is_name(x: object) -> bool:
     return isinstance(x, str)
 
 
+@dataclass(frozen=True, slots=True)
+class SumReaders:
+    """The readers of sums besides the units behind them.
+
+    Attributes:
+        reads: how often names are read, and written by posts, outside of units; frees do not count.
+        pinned: names that are in use whoever reads them.
+    """
+
+    reads: Mapping[str, int]
+    pinned: frozenset[str]
+
+    @classmethod
+    def of(cls, program: HostProgram) -> SumReaders:
+        every = (i for i in program.walk() if i.op not in ("launch", "free"))
+        shared = (*program.aliases, *map(program.root, program.aliases))
+        reads = Counter(x for i in every for x in i.reads)
+        return cls(reads, frozenset((*program.outputs, *shared)))
+
+    def are_elsewhere(self, post: Instruction, unit: Instruction) -> bool:
+        """Return whether anything but a unit reads a sum."""
+        summed = str(post.inputs[1])
+        inside = sum(x == summed for i in unit.body for x in i.reads)
+        # one more is the post itself, which writes it
+        return summed in self.pinned or self.reads.get(summed, 0) > inside + 1
+
+
 def norm_behind(
     program: HostProgram, post: Instruction, unit: Instruction, *, is_read: bool
 ) -> NormChain | None:
@@ -190,7 +217,7 @@ def _has_rows(kind: BufferType) -> bool:
 
 
 #: Name of y, name of the weight, eps, whether y is rounded before the weight, instructions.
-_Found = tuple[str, str | None, float, bool, tuple[Instruction, ...]]
+_Spelled = tuple[str, str | None, float, bool, tuple[Instruction, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +253,7 @@ class _Search:
                 return i.outputs[0], other, (i,)
         return summed, None, ()
 
-    def norms(self, value: str) -> Iterator[_Found]:
+    def norms(self, value: str) -> Iterator[_Spelled]:
         """Yield norms of a value: those that are one operation, and those spelled out."""
         width, kind = self.types[value].shape[-1], self.types[value]
         for i in self.readers.get(value, ()):
@@ -269,7 +296,7 @@ class _Search:
 
     def _weighed(
         self, name: str, kind: BufferType, eps: float, steps: tuple[Instruction, ...]
-    ) -> Iterator[_Found]:
+    ) -> Iterator[_Spelled]:
         """Yield the norm with its weight, behind the cast to the dtype of the rows."""
         narrow = [(name, steps)] if kind.dtype == torch.float32 else []
         narrow += [(i.outputs[0], (*steps, i)) for i in self._casts(name, kind.dtype)]

@@ -8,15 +8,15 @@ write is copied there behind the wait: so all ranks make the same call.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
 from mdfuse.backends.base import Joining, Poster, Work
-from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.hir.row_norms import NormChain, is_sum, norm_behind
+from mdfuse.hir.program import Instruction
+from mdfuse.hir.row_norms import NormChain, SumReaders, is_sum, norm_behind
 from mdfuse.ir.infer import dense_strides
 from mdfuse.plan.allocation import new_buffer
 from mdfuse.plan.context import Context, PlanStep
@@ -39,7 +39,6 @@ class JoinedNorms:
     units: dict[str, Instruction] = field(default_factory=dict)
     ahead: list[PlanStep] = field(default_factory=list)
     behind: dict[int, tuple[Line, ...]] = field(default_factory=dict)
-    _reads: Mapping[str, int] | None = None
 
     def lines(self, i: Instruction, posters: Sequence[Poster]) -> tuple[Line, ...] | None:
         """Return a post as one call with the unit behind it; None where the backend has none."""
@@ -49,7 +48,8 @@ class JoinedNorms:
         (poster,) = posters
         if not isinstance(poster, Joining):
             return None
-        chain = norm_behind(self.context.program, i, unit, is_read=self.is_read(i, unit))
+        is_read = self.readers.are_elsewhere(i, unit)
+        chain = norm_behind(self.context.program, i, unit, is_read=is_read)
         if chain is None or len(chain.steps) != len(unit.body):
             return None
         read = (i.inputs[0], chain.residual, chain.weight)
@@ -59,14 +59,10 @@ class JoinedNorms:
         post = poster.joined(chain.norm, rows)
         return None if post is None else self.joined(i, unit, chain, post)
 
-    def is_read(self, i: Instruction, unit: Instruction) -> bool:
-        """Return whether the sum is read by anything but a unit."""
-        program, summed = self.context.program, str(i.inputs[1])
-        if self._reads is None:
-            self._reads = _reads(program)
-        pinned = {*program.outputs, *program.aliases, *map(program.root, program.aliases)}
-        inside = sum(x == summed for j in unit.body for x in j.reads)
-        return summed in pinned or self._reads[summed] > inside + 1
+    @cached_property
+    def readers(self) -> SumReaders:
+        """The readers of the sums."""
+        return SumReaders.of(self.context.program)
 
     def joined(
         self, i: Instruction, unit: Instruction, chain: NormChain, post: Callable[..., Work]
@@ -125,9 +121,3 @@ class JoinedNorms:
         self.ahead.append(
             PlanStep(lines=tuple(lines), label=op, op=op, inputs=inputs, outputs=(out,))
         )
-
-
-def _reads(program: HostProgram) -> Mapping[str, int]:
-    """Count how often names are read, and written by posts; frees do not count."""
-    every = (i for i in program.walk() if i.op not in ("launch", "free"))
-    return Counter(x for i in every for x in i.reads)

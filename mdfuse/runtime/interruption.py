@@ -122,7 +122,7 @@ class Interruption:
     def __init__(self, ranks: _Interrupted, thread: threading.Thread | None = None) -> None:
         self._ranks, self._thread = ranks, thread or threading.main_thread()
         self._lock = threading.Lock()
-        self._is_over = self._is_released = False
+        self._is_over = False
 
     def can_begin(self) -> bool:
         """Return whether the program can have the error: it has a state, and runs in one thread."""

@@ -559,7 +559,7 @@ def test_a_second_close_does_nothing() -> None:
 
 def test_close_never_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl_lane, "_CLOSE_S", 0.1)
-    monkeypatch.setattr(nccl_lane, "_ABORT_S", 0.1)
+    monkeypatch.setattr(nccl_lane, "ABORT_S", 0.1)
     world, begun = World((0, 1)), time.monotonic()
     hang = threading.Event()
     world.devices[0].synchronize = lambda: hang.wait(20)  # type: ignore[assignment]
@@ -576,7 +576,7 @@ def test_close_never_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("is_held", [False, True])
 def test_posts_are_ended_by_an_abort(monkeypatch: pytest.MonkeyPatch, is_held: bool) -> None:
     """It goes on as long as a graph uses the communicator, and `close` destroys nothing twice."""
-    monkeypatch.setattr(nccl_lane, "_ABORT_S", 0.2)
+    monkeypatch.setattr(nccl_lane, "ABORT_S", 0.2)
     world, graph = World((0, 1)), threading.Event()
     lane, binding = world.lanes[0], world.bindings[0]
 

@@ -165,7 +165,8 @@ def test_posts_that_end_by_themselves_are_left_alone(
 def versions(is_double: bool) -> tuple[Versions, Gpu, torch.Tensor]:
     state, gpu = torch.zeros(3), Gpu()
     of = Versions({"w": state}, is_double)
-    of._device, of._runs = torch.device("cuda"), DeviceRuns(gpu)  # type: ignore[arg-type]
+    of._device, of._is_marked = torch.device("cuda"), True
+    of._runs = DeviceRuns(gpu)  # type: ignore[arg-type]
     return of, gpu, state
 
 

@@ -14,7 +14,7 @@ from mdfuse.backends.c10d.c10d_posts import Team, build_post, prepared, prepared
 from mdfuse.backends.c10d.group_openers import LIBRARIES
 from mdfuse.backends.c10d.sockets import Sockets, opened, shut_down
 from mdfuse.backends.nccl.cuda_driver import CudaDevice
-from mdfuse.backends.nccl.lane import LaneOpener, NcclLane
+from mdfuse.backends.nccl.lane import ABORT_S, LaneOpener, NcclLane, begun
 from mdfuse.backends.post_notes import Track
 from mdfuse.backends.teams import new_teams, not_connected, team_key
 from mdfuse.backends.transfers import Post
@@ -22,9 +22,6 @@ from mdfuse.backends.work import DONE, explained
 from mdfuse.interpreter import threads
 from mdfuse.layouts.call import Call
 from mdfuse.torch_private import Group, PrefixStore, Store
-
-#: How long the abort of a group may take once nothing uses it, seconds.
-_ABORT_S = 2.0
 
 
 @dataclass(eq=False)
@@ -95,7 +92,7 @@ class C10dBackend:
             for lane in self._lanes.values():
                 lane.release()
             for team in self._teams.values():
-                self._ending.append(threads.start(team.group.abort, "mdfuse-abort"))
+                self._ending.append(begun(team.group.abort, self.rank))
             self._teams.clear()
 
     def track(self, stream: int) -> Track | None:
@@ -118,7 +115,7 @@ class C10dBackend:
         for team in self._teams.values():
             team.group.shutdown()
         for ending in self._ending:
-            ending.join(_ABORT_S)
+            ending.join(ABORT_S)
         self._teams.clear()
         self._sockets.clear()
         self._open = None

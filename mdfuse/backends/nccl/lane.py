@@ -44,7 +44,7 @@ _log = logging.getLogger("mdfuse.comm")
 
 #: How long an orderly end of a communicator may take, and then an abort, seconds.
 _CLOSE_S = 10.0
-_ABORT_S = 2.0
+ABORT_S = 2.0
 
 #: How many prepared posts are kept for buffers that plans did not know before.
 _KEPT = 256
@@ -234,7 +234,7 @@ class NcclLane:
         self.noter.forget(self.failure)
         comm = self._take()
         if comm is not None:
-            self._ending = threads.start(lambda: self.binding.comm_abort(comm), "mdfuse-abort")
+            self._ending = begun(lambda: self.binding.comm_abort(comm), self.rank)
 
     def close(self) -> None:
         """Destroy the communicator; a second close does nothing.
@@ -246,14 +246,14 @@ class NcclLane:
         """
         self.noter.forget(self.failure)
         comm, ending = self._take(), self._ending
-        if ending is not None and not ending.join(_ABORT_S):
+        if ending is not None and not ending.join(ABORT_S):
             _log.warning("rank %d: the abort of %s goes on", self.rank, self.team)
         if comm is None:
             return
         binding, rank = self.binding, self.rank
         if not _is_done_within(_CLOSE_S, self._finish, rank):
             _log.warning("rank %d: posts to %s do not finish: aborting them", rank, self.team)
-            _is_done_within(_ABORT_S, lambda: binding.comm_abort(comm), rank)
+            _is_done_within(ABORT_S, lambda: binding.comm_abort(comm), rank)
         # it finalizes, too: ncclCommFinalize is for communicators that do not block
         elif not _is_done_within(_CLOSE_S, lambda: binding.comm_destroy(comm), rank):
             _log.warning("rank %d: the communicator of %s is still in use", rank, self.team)
@@ -365,8 +365,12 @@ class _Finished:
         return self._number >= number
 
 
-def _is_done_within(seconds: float, work: Callable[[], object], rank: int) -> bool:
-    """Run `work` in a thread; return whether it ended in time, else leave the thread behind."""
+def begun(work: Callable[[], object], rank: int) -> threads.Job:
+    """Begin `work`, which ends a communicator, in a thread; its error is logged.
+
+    Raises:
+        RuntimeError: Python exits, and all threads are stuck.
+    """
 
     def run() -> None:
         try:
@@ -374,7 +378,12 @@ def _is_done_within(seconds: float, work: Callable[[], object], rank: int) -> bo
         except Exception as error:
             _log.warning("rank %d: closing a communicator: %s", rank, first_line(error))
 
+    return threads.start(run, "mdfuse-close")
+
+
+def _is_done_within(seconds: float, work: Callable[[], object], rank: int) -> bool:
+    """Run `work` in a thread; return whether it ended in time, else leave the thread behind."""
     try:
-        return threads.start(run, "mdfuse-close").join(seconds)
+        return begun(work, rank).join(seconds)
     except RuntimeError:  # Python exits, and all threads are stuck
         return False

@@ -16,7 +16,6 @@ anyway stays as it is, and so does one behind which something else follows.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
@@ -28,7 +27,7 @@ from mdfuse.hir.passes.cut_units import is_work, part_of, replaced
 from mdfuse.hir.passes.form_fusion_groups import is_grouped
 from mdfuse.hir.passes.place_symmetric import SYMMETRIC
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.hir.row_norms import NormChain, is_sum, norm_behind, unit_behind
+from mdfuse.hir.row_norms import NormChain, SumReaders, is_sum, norm_behind, unit_behind
 
 name = "join_norms"
 
@@ -52,8 +51,7 @@ def _pairs(
 ) -> dict[int, tuple[Instruction, Instruction, Sequence[Instruction]]]:
     """Return place of a sum -> its post, the unit behind it, and the parts of that unit."""
     block, flow = program.instructions, dataflow(program)
-    reads = Counter(x for i in program.walk() if i.op != "launch" for x in i.reads)
-    pinned = {*program.outputs, *program.aliases, *map(program.root, program.aliases)}
+    readers = SumReaders.of(program)
     pairs = dict[int, tuple[Instruction, Instruction, Sequence[Instruction]]]()
     for n, post in enumerate(block):
         if not is_sum(post) or (post.comm.backend or usual) != SYMMETRIC:  # type: ignore[union-attr]
@@ -61,10 +59,8 @@ def _pairs(
         at = unit_behind(block, n)
         if at is None:
             continue
-        unit, summed = block[at], post.inputs[1]
-        inside = sum(x == summed for i in unit.body for x in i.reads)
-        # one more is the post itself, which writes it
-        is_read = summed in pinned or reads[str(summed)] > inside + 1
+        unit = block[at]
+        is_read = readers.are_elsewhere(post, unit)
         chain = norm_behind(program, post, unit, is_read=is_read)
         if chain is not None and _is_small(program, post, chain) and _goes_first(flow, unit, chain):
             pairs[n] = post, unit, _parts(unit, chain)

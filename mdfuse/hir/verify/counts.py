@@ -223,6 +223,8 @@ class _Counts:
 
     def cut_problem(self, i: Instruction) -> str | None:
         """Return why tokens are cut into other parts than those whose rows are counted."""
+        if len(i.reads) < 3:
+            return f"{i.fn} of an operand that is no value"
         for name, _, _ in self.origins(i.reads[2]):
             for maker in self.makers.get(name, ()):
                 of = maker.kwargs.get("sizes")

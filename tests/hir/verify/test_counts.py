@@ -215,6 +215,17 @@ def test_what_is_said(old: str, new: str, what: str) -> None:
     assert what in str(caught.value) and caught.value.because
 
 
+def test_rows_by_no_value_are_refused() -> None:
+    """Counts, or numbers of experts, may be written as no name in a text."""
+    text = """host @none on mesh(x=2) {
+  input %x: f32[2,2] (x=R)
+  %y: f64[1,3] of [1,6] (x=S1) = line_up_rows(%x, %x, None, capacity=2)
+  return %x
+}"""
+    with pytest.raises(mf.ProgramError, match="line_up_rows of an operand that is no value"):
+        verify(hir.parse(text))
+
+
 def test_what_only_one_rank_holds_is_not_fetched() -> None:
     text = TEXT.replace(
         "%c: i64[2,3] (ep=R) = fetch(%n.all, most=5)",
