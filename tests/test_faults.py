@@ -29,7 +29,7 @@ from typing import Any
 import pytest
 from helpers.shown_reports import not_said, shown
 
-from mdfuse.runtime.watch.watch import EXIT_STATUS
+from mdfuse.runtime.watch.process import EXIT_STATUS
 from multirank.launchers import environment_of_ranks, mpirun_program
 
 HERE = Path(__file__).resolve().parent

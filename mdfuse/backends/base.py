@@ -254,8 +254,15 @@ class Releasing(Protocol):
     The device then goes on, with garbage in the buffers of these posts.
     """
 
-    def release(self) -> None:
-        """End all posts of this rank that are under way; later ones raise BackendError."""
+    def release(self, all_know: bool) -> None:
+        """End all posts of this rank that are under way; later ones raise BackendError.
+
+        Args:
+            all_know: all ranks that live have noted their results, and wait for no new ones.
+
+        Raises:
+            BackendError: others may take garbage from this rank for results, and do not know.
+        """
 
 
 class Resettable(Protocol):

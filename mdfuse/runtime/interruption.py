@@ -2,9 +2,10 @@
 
 The program then waits in a read of a result, such as `float(loss)`: no line of mdfuse runs that
 could raise. Where `mdfuse.rebuild` is possible, the watchdog does not end the process, but
-1. notes how many runs of each state the device has done: later versions are not whole;
-2. lets Python raise the error in the main thread, which it does once the read is back;
-3. ends the posts of the device: it goes on, with garbage in their buffers, and the read is back.
+1. lets Python raise the error in the main thread, which it does once the read is back;
+2. notes how many runs of each state the device has done: later versions are not whole;
+3. waits until all ranks that live have done the same: they may get garbage from here afterwards;
+4. ends the posts of the device: it goes on, with garbage in their buffers, and the read is back.
 A main thread that does not take the error in time waits for something else: the process ends.
 """
 
@@ -89,6 +90,13 @@ def _every() -> list[DeviceRuns]:
         return [*_all_runs]
 
 
+class _Convening(Protocol):
+    """The part of a watch that an interruption needs."""
+
+    def meet(self) -> bool:
+        """Return whether all ranks that live know that posts are ended."""
+
+
 class _Interrupted(Protocol):
     """The parts of a communicator that an interruption needs."""
 
@@ -96,6 +104,10 @@ class _Interrupted(Protocol):
     is_sound: bool
     size: int
     launch: Launch
+
+    @property
+    def watch(self) -> _Convening:
+        """Return its watch."""
 
     @property
     def door(self) -> object | None:
@@ -111,18 +123,26 @@ def can_rebuild(ranks: _Interrupted) -> bool:
     return not is_alone and why_no_survivors(ranks.launch, os.environ) is None
 
 
+def _freeze() -> None:
+    for runs in _every():
+        runs.freeze()
+
+
 class Interruption:
     """The interruption of a program by its watchdog, at most once for a communicator.
 
     Args:
         ranks: the communicator.
         thread: in which programs run; by default the main one.
+
+    Attributes:
+        is_over: the program has an error.
     """
 
     def __init__(self, ranks: _Interrupted, thread: threading.Thread | None = None) -> None:
         self._ranks, self._thread = ranks, thread or threading.main_thread()
         self._lock = threading.Lock()
-        self._is_over = False
+        self.is_over = self._is_standing_by = False
 
     def can_begin(self) -> bool:
         """Return whether the program can have the error: it has a state, and runs in one thread."""
@@ -138,9 +158,9 @@ class Interruption:
             False where the thread does not take it; True where it has, or has another one.
         """
         with self._lock:
-            if self._is_over:
+            if self.is_over:
                 return True
-            self._is_over = True
+            self.is_over = True
             self._ranks.is_ready = self._ranks.is_sound = False
             taken = raise_in(self._thread, error)
             self._release()
@@ -153,17 +173,24 @@ class Interruption:
             settled: returns once the device has done all posts, if it ever has.
         """
         with self._lock:
-            is_first, self._is_over = not self._is_over, True
+            is_first, self.is_over = not self.is_over, True
             if is_first and not within(_PATIENCE_S, settled, "mdfuse-settle"):
                 self._release()
 
+    def stand_by(self) -> bool:
+        """Let no run begin, and note whole versions; return whether that was done before."""
+        was, self._is_standing_by = self._is_standing_by, True
+        self._ranks.is_ready = self._ranks.is_sound = False
+        _freeze()
+        return was
+
     def _release(self) -> None:
-        for runs in _every():
-            runs.freeze()
+        _freeze()
+        all_know = self._ranks.watch.meet()
         for backend in self._ranks.carriers():
             try:
                 if isinstance(backend, Releasing):
-                    backend.release()
+                    backend.release(all_know)
             except Exception as error:  # the posts of the others have to end, too
                 _log.warning("posts that cannot be ended: %s", reason(error))
 

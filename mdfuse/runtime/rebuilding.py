@@ -27,7 +27,7 @@ from mdfuse.runtime.opening import AT_EXIT, loaded
 from mdfuse.runtime.stores import open_store
 from mdfuse.runtime.watch.hang_report import ranks_text
 from mdfuse.runtime.watch.positions import Position
-from mdfuse.runtime.watch.watch import end_process
+from mdfuse.runtime.watch.process import end_process
 from mdfuse.torch_private import PrefixStore, Store
 
 _log = logging.getLogger("mdfuse.comm")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -55,12 +56,18 @@ def test_what_is_given_back_is_taken_again(heap: CudaHeap) -> None:
 def test_streams_of_a_closed_team_are_used_again(
     heap: CudaHeap, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Their waits are forgotten: the words may be another team's by then."""
     made: list[Any] = []
-    monkeypatch.setattr(cuda_heap, "CudaLane", lambda *_: made.append(object()) or made[-1])
+
+    def lane() -> Any:
+        return SimpleNamespace(awaited={(4096, 1)})
+
+    monkeypatch.setattr(cuda_heap, "CudaLane", lambda *_: made.append(lane()) or made[-1])
     device: Any = None
     first, second = heap.take_lanes(device), heap.take_lanes(device)
     assert [*first, *second] == made and len(made) == 8
     heap.give_lanes(first)
+    assert [len(x.awaited) for x in made] == [0] * 4 + [1] * 4
     assert heap.take_lanes(device) is first and len(made) == 8
 
 

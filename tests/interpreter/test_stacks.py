@@ -15,7 +15,7 @@ import pytest
 from mdfuse.interpreter.garbage import no_collection
 from mdfuse.interpreter.stacks import seen
 from mdfuse.runtime.agreement.concurrent_runs import crowd
-from mdfuse.runtime.watch import watch
+from mdfuse.runtime.watch import process
 from mdfuse.runtime.watch.plan_position import running
 
 
@@ -76,7 +76,7 @@ LOOKS: dict[str, Callable[[], object]] = {
     "an error": _look_that_fails,
     "threads that communicate": lambda: crowd(0),
     "a plan's step": running,
-    "the user's line": watch._host_line,
+    "the user's line": process.host_line,
 }
 
 

@@ -24,7 +24,8 @@ from mdfuse.backends.nccl import nccl_library as nccl_library
 from mdfuse.backends.nccl.cuda_driver import CudaDevice
 from mdfuse.backends.nccl.lane import NcclLane, open_lane
 from mdfuse.layouts.call import Call
-from mdfuse.runtime.watch.watch import EXIT_STATUS, Watch
+from mdfuse.runtime.watch.process import EXIT_STATUS
+from mdfuse.runtime.watch.watch import Watch
 from mdfuse.torch_private import PrefixStore, TCPStore
 
 ROUNDS = 10

@@ -34,8 +34,9 @@ from mdfuse.runtime.watch.hang_report import Alarm, Table, blame, explained, rep
 from mdfuse.runtime.watch.plan_position import RunCount
 from mdfuse.runtime.watch.position_store import Bulletin
 from mdfuse.runtime.watch.positions import OwnPosition, Position, Progress, standing
+from mdfuse.runtime.watch.process import EXIT_STATUS
 from mdfuse.runtime.watch.tallies import Tallies
-from mdfuse.runtime.watch.watch import EXIT_STATUS, Watch
+from mdfuse.runtime.watch.watch import Watch
 from mdfuse.torch_private import HashStore, PrefixStore
 
 CPU, MESH = torch.device("cpu"), mf.DeviceMesh([0, 1])

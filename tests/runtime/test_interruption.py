@@ -39,9 +39,11 @@ class Device:
 
     def __init__(self) -> None:
         self.is_free, self.releases = threading.Event(), 0
+        self.knew: list[bool] = []
 
-    def release(self) -> None:
+    def release(self, all_know: bool = True) -> None:
         self.releases += 1
+        self.knew.append(all_know)
         self.is_free.set()
 
 
@@ -49,11 +51,13 @@ class Host:
     """A backend whose posts nobody can end."""
 
 
-def ranks(*backends: Any, size: int = 2, name: str = "mdfuse launch") -> Any:
+def ranks(
+    *backends: Any, size: int = 2, name: str = "mdfuse launch", meet: Any = lambda: True
+) -> Any:
     launch = Launch(name=name, rank=0, size=size, local_rank=0, why="")
     return SimpleNamespace(
         is_ready=True, is_sound=True, size=size, launch=launch, door=object(),
-        carriers=lambda: backends,
+        carriers=lambda: backends, watch=SimpleNamespace(meet=meet),
     )  # fmt: skip
 
 
@@ -112,6 +116,37 @@ def test_an_error_is_raised_behind_a_read() -> None:
     assert of.begin(ERROR), "the program has an error already"
     of.cancel(lambda: None)
     assert device.releases == 1
+
+
+@pytest.mark.parametrize("all_know", [True, False])
+def test_results_are_noted_before_the_others_know(all_know: bool) -> None:
+    """And nothing is ended before: another rank could take garbage from here for results."""
+    device = Device()
+    program = Program(lambda: device.is_free.wait(20))
+    noted: list[Any] = []
+
+    def meet() -> bool:
+        noted.append((program.runs.last, device.releases))
+        program.gpu.tracks[1].done = 1  # too late
+        return all_know
+
+    assert Interruption(ranks(device, meet=meet), program.thread).begin(ERROR)
+    program.end()
+    assert (noted, device.knew) == ([(0, 0)], [all_know])
+    assert program.runs.last == 0
+
+
+def test_a_program_that_stands_by_begins_no_run() -> None:
+    device = Device()
+    program = Program(lambda: device.is_free.wait(20))
+    program.gpu.tracks[1].done = 1
+    comm = ranks(device)
+    of = Interruption(comm, program.thread)
+    assert [of.stand_by(), of.stand_by()] == [False, True]
+    assert (comm.is_ready, comm.is_sound, of.is_over, device.releases) == (False, False, False, 0)
+    assert program.runs.last == 1
+    device.release()
+    program.end()
 
 
 def test_a_thread_that_does_not_come_back_has_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +281,7 @@ def test_a_backend_that_fails_does_not_hold_up_the_others(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Broken(Device):
-        def release(self) -> None:
+        def release(self, all_know: bool = True) -> None:
             raise RuntimeError("no driver")
 
     device = Device()

@@ -28,7 +28,7 @@ from mdfuse.runtime.deadline import NEVER, Deadline
 from mdfuse.runtime.first_meeting import watch_for
 from mdfuse.runtime.stores import another_connection, open_store
 from mdfuse.runtime.watch.neighbours import Neighbours
-from mdfuse.runtime.watch.watch import EXIT_STATUS
+from mdfuse.runtime.watch.process import EXIT_STATUS
 
 ALONE = Launch(name="torchrun", rank=0, size=2, local_rank=0, why="told so", local_size=2)
 APART = replace(ALONE, local_size=1)

@@ -83,8 +83,10 @@ class C10dBackend:
         ended = [shut_down(sockets) for sockets in self._sockets]  # any() alone would stop early
         return any(ended)
 
-    def release(self) -> None:
+    def release(self, all_know: bool) -> None:
         """End posts on the device; see `Releasing`. Libraries whose posts are the host's have none.
+
+        The others get nothing from this rank any more.
 
         An abort ends once no graph uses the group.
         """

@@ -124,6 +124,8 @@ class CudaHeap:
 
     def give_lanes(self, lanes: Lanes) -> None:
         """Give streams back on which nothing is queued."""
+        for lane in lanes:
+            lane.awaited.clear()
         self._lanes.append(lanes)
 
     def open(self, handle: str) -> int:

@@ -123,11 +123,14 @@ class CudaLane:
         # Torch's own streams are few, and shared.
         create(ctypes.byref(stream), _NON_BLOCKING, _HIGH)
         self.stream = torch.cuda.ExternalStream(stream.value, device=number)
+        #: words and the values that its waits are for
+        self.awaited: set[tuple[int, int]] = set()
         self._device, self._stream = device, device.stream(self.stream.cuda_stream)
         self._copy = driver_function(library.cuMemcpyAsync, _address, _address, _size, _pointer)
         signature = _pointer, _address, _number, _number
         self._write = driver_function(library.cuStreamWriteValue32_v2, *signature)
         self._wait = driver_function(library.cuStreamWaitValue32_v2, *signature)
+        self._fill = driver_function(library.cuMemsetD32Async, _address, _number, _size, _pointer)
         status, era = ctypes.POINTER(ctypes.c_int), ctypes.POINTER(_address)
         self._capture = driver_function(
             library.cuStreamGetCaptureInfo_v2, _pointer, status, era, *[_pointer] * 3
@@ -149,7 +152,12 @@ class CudaLane:
 
     def wait(self, word: int, value: int) -> None:
         """Queue a wait until a word has a value."""
+        self.awaited.add((word, value))
         self._wait(self._stream, word, value, _EQUAL)
+
+    def fill(self, word: int, value: int, count: int) -> None:
+        """Queue a write of one value to many words of the device."""
+        self._fill(word, value, count, self._stream)
 
     def make(self, work: Callable[[], Made]) -> Made:
         """Return the result of a function, in memory that belongs to the lane."""

@@ -62,7 +62,7 @@ class Norms:
     _agreed: dict[str, bool] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self._inbox = Inbox(len(self.addresses))
+        self.inbox = Inbox(len(self.addresses))
         self._table = torch.tensor(self.addresses, dtype=torch.int64).to(self.device)
 
     def kernel(self, call: Call, norm: RowNorm, rows: int) -> Callable[..., None] | None:
@@ -80,7 +80,7 @@ class Norms:
 
     def queue(self, norm: RowNorm, rows: int, *given: Tensor) -> None:
         """Queue the kernel on the current stream, for dense buffers."""
-        launch(_kernels().add_and_norm, norm, rows, given, self._table, self.index, self._inbox)
+        launch(_kernels().add_and_norm, norm, rows, given, self._table, self.index, self.inbox)
 
     def _is_there(self, norm: RowNorm) -> bool:
         """Return whether all members have compiled the kernel; each says so once."""

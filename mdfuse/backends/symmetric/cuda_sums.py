@@ -65,6 +65,10 @@ class Inbox:
         """The bytes that are used of it."""
         return self.turns + self.chunks * _WORD
 
+    def flag_words(self, inbox: int) -> tuple[int, int]:
+        """Return the address of the flags in an inbox, and their number."""
+        return inbox + self.flags, self.chunks * self.members
+
     def fits(self, call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> bool:
         """Return whether the kernel makes a post; the same on all members."""
         if call.kind != "Allreduce" or call.reduce_op != "sum" or len(srcs) != 1 or len(dsts) != 1:
@@ -102,19 +106,19 @@ class Sums:
     device: torch.device
 
     def __post_init__(self) -> None:
-        self._inbox = Inbox(len(self.addresses))
+        self.inbox = Inbox(len(self.addresses))
         self._table = torch.tensor(self.addresses, dtype=torch.int64).to(self.device)
 
     def post(self, call: Call, srcs: Sequence[Tensor], dsts: Sequence[Tensor]) -> OneKernel | None:
         """Return the move of a post; None where it takes others."""
-        if not self._inbox.fits(call, srcs, dsts):
+        if not self.inbox.fits(call, srcs, dsts):
             return None
         pieces = whole(srcs, dsts)
         return OneKernel(pieces=pieces, run=self.add)
 
     def add(self, src: Tensor, dst: Tensor) -> None:
         """Queue the kernel, for dense operands of one dim, on the current stream."""
-        inbox, count = self._inbox, CHUNK // src.itemsize
+        inbox, count = self.inbox, CHUNK // src.itemsize
         kernels: Any = _kernels()
         with torch.cuda.device(self.device):  # Triton launches on the current one
             kernels.add_up[-(-src.numel() // count),](

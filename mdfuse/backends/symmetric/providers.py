@@ -12,7 +12,7 @@ import ctypes
 import mmap
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -24,8 +24,9 @@ from mdfuse.backends.base import Around, Work, check_usable
 from mdfuse.backends.nccl.cuda_driver import CudaDevice
 from mdfuse.backends.post_notes import PostInfo, PostLog, Track
 from mdfuse.backends.symmetric.cuda_heap import CudaHeap, HeapRun, Lanes, heap_of
-from mdfuse.backends.symmetric.cuda_memory import too_few_queues
+from mdfuse.backends.symmetric.cuda_memory import CudaLane, too_few_queues
 from mdfuse.backends.symmetric.cuda_norms import Norms
+from mdfuse.backends.symmetric.cuda_release import check_can_end, end_waits
 from mdfuse.backends.symmetric.cuda_sites import Sited, Sites
 from mdfuse.backends.symmetric.cuda_sums import (
     INBOX_BYTES,
@@ -41,8 +42,10 @@ from mdfuse.backends.symmetric.host_memory import Card, SharedMemory, this_proce
 from mdfuse.backends.symmetric.host_team import HostTeam, PendingPosts, outbox_of
 from mdfuse.backends.symmetric.outbox_moves import Move, Shape
 from mdfuse.backends.symmetric.post_buffers import Buffers
+from mdfuse.backends.teams import no_more_posts
 from mdfuse.backends.work import DONE
 from mdfuse.hir.row_norms import RowNorm
+from mdfuse.interpreter import threads
 from mdfuse.layouts.call import Call
 from mdfuse.layouts.kinds import KINDS
 from mdfuse.torch_private import PrefixStore, Store
@@ -239,6 +242,7 @@ class CudaProvider:
                 watch=watch,
                 behind=behind,
             ),
+            device=self._device,
             heap=self._heap,
             sites=Sites(
                 index=index,
@@ -277,6 +281,7 @@ class CudaOutboxes:
     """A team of ranks with buffers on GPUs; `sums` and `norms` are None where no kernel adds."""
 
     queue: CudaTeam
+    device: CudaDevice
     heap: CudaHeap
     sites: Sites
     sums: Sums | None
@@ -288,6 +293,18 @@ class CudaOutboxes:
     referenced: object
     own_words: Any
     outbox: HeapRun
+    is_released: bool = field(default=False, init=False)
+
+    def release(self, all_know: bool) -> None:
+        """End posts on the device; see `Releasing`."""
+        check_can_end(all_know)
+        if not self.is_released:
+            self.is_released = True
+            kernels = (x for x in (self.sums, self.norms) if x is not None)
+            flags = [x.inbox.flag_words(x.addresses[x.index]) for x in kernels]
+            new_lane = partial(CudaLane, self.device, self.heap.number)
+            end = partial(end_waits, self.device, self.lanes, flags, new_lane)
+            threads.start(end, "mdfuse-release")
 
     def joined(self, call: Call, norm: RowNorm, rows: int) -> Callable[..., Work] | None:
         """Return the function that posts a sum and a norm of its rows; see `Joining`."""
@@ -297,6 +314,7 @@ class CudaOutboxes:
         notes = self._notes(call, rows * norm.width * norm.dtype.itemsize)
 
         def post(*given: Tensor | None) -> Work:
+            self._check_usable(call)
             srcs, dsts = ([x for x in some if x is not None] for some in (given[:3], given[3:]))
             kernel = OneKernel(pieces=whole(srcs, dsts), run=run)
             return self.queue.post(call, (kernel,), partial(Buffers.of, srcs, dsts, 0), notes)
@@ -314,6 +332,7 @@ class CudaOutboxes:
         def post(
             moves: Sequence[Move], srcs: Sequence[Tensor], dsts: Sequence[Tensor], scratch: int
         ) -> Work:
+            self._check_usable(call)
             sum_up = None if self.sums is None else self.sums.post(call, srcs, dsts)
             if sum_up is not None:
                 buffers = partial(Buffers.of, srcs, dsts, 0)
@@ -326,8 +345,17 @@ class CudaOutboxes:
 
         return post
 
+    def _check_usable(self, call: Call) -> None:
+        if self.is_released:
+            raise no_more_posts(call)
+
     def close(self) -> None:
-        """Give the memory up once all pieces were taken; leave it if a member does not take one."""
+        """Give the memory up once all pieces were taken; leave it if a member does not take one.
+
+        Memory and streams of posts that were ended are left: others may still write there.
+        """
+        if self.is_released:
+            return
         until = time.monotonic() + _CLOSING_S
         while any(self.own_words) or not all(lane.stream.query() for lane in self.lanes):
             if time.monotonic() > until:

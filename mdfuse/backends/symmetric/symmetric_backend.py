@@ -20,6 +20,7 @@ from mdfuse.backends.base import (
     Interruptible,
     Poster,
     PostSite,
+    Releasing,
     Work,
     check_call,
     check_dtypes,
@@ -86,6 +87,11 @@ class SymmetricBackend:
         """End the waits of this rank with an error; see `Interruptible`."""
         others = _ended(self._other)
         return self._provider.abort() or others
+
+    def release(self, all_know: bool) -> None:
+        """End posts on the device; see `Releasing`."""
+        for carrier in (self._other, *self._teams.values()):
+            _release(carrier, all_know)
 
     def track(self, stream: int) -> Track | None:
         """Return a new track of the work queued on a stream; see `Tracking`."""
@@ -215,6 +221,12 @@ class SymmetricBackend:
             return [text.decode() for text in store.multi_get(keys)]
         except RuntimeError as error:
             raise not_connected(self.name, self.rank, team, error) from error
+
+
+def _release(carrier: object, all_know: bool) -> None:
+    """End the posts of a backend or a team on a device, where it has any."""
+    if isinstance(carrier, Releasing):
+        carrier.release(all_know)
 
 
 def _ended(backend: object) -> bool:

@@ -123,13 +123,22 @@ _REBUILD = "mdfuse.rebuild(error) goes on with the ranks that are left; "
 
 
 class Interrupting(Protocol):
-    """A way to raise an error in the program; see `mdfuse.runtime.interruption`."""
+    """A way to raise an error in the program; see `mdfuse.runtime.interruption`.
+
+    Attributes:
+        is_over: the program has an error.
+    """
+
+    is_over: bool
 
     def can_begin(self) -> bool:
         """Return whether the program can have an error."""
 
     def begin(self, error: BackendError) -> bool:
         """Raise an error in the program; return whether the program has it."""
+
+    def stand_by(self) -> bool:
+        """Let no run begin, and note whole versions; return whether that was done before."""
 
 
 def report(alarm: Alarm, table: Table, consequence: str = ENDS) -> BackendError:

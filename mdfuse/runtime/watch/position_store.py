@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from mdfuse.torch_private import Store
 
 
+#: The word of a rank that ends posts of its device.
+_ENDING = "ending"
+
+
 @dataclass(slots=True)
 class Answers:
     """The positions of other ranks, as read from the store after a wait broke.
@@ -48,6 +52,7 @@ class Bulletin:
         beat_s: seconds between two positions of a rank.
         is_lost: the connection broke: another request would only make torch log it again.
         is_broken: a rank said that a communication broke.
+        is_ending: a rank is about to end the posts of its device.
         heard: the message of the first rank that raised an alarm.
     """
 
@@ -56,6 +61,7 @@ class Bulletin:
     beat_s: float
     is_lost: bool = False
     is_broken: bool = False
+    is_ending: bool = False
     heard: str = ""
     _beat: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -73,13 +79,45 @@ class Bulletin:
 
     def hear(self) -> None:
         """Read the alarm that a rank raised, if there is one."""
-        self.is_broken = self.is_broken or self._get("broken") is not None
+        broken = self._get("broken")
+        self.is_broken = self.is_broken or broken is not None
+        self.is_ending = self.is_ending or broken == _ENDING
         if not self.heard:
             self.heard = self._get("alarm") or ""
 
     def break_off(self) -> None:
         """Tell the others that a communication broke, so that they wait for this rank no more."""
-        self._set("broken", "")
+        self._set("broken", _ENDING if self.is_ending else "")
+
+    def come(self) -> None:
+        """Tell the others that this rank has noted its results, and waits for no new ones."""
+        self.is_ending = True
+        self.break_off()
+        self._set(f"noted/{self.rank}", "")
+
+    def all_came(self, ranks: Iterable[int], limit: Deadline) -> bool:
+        """Wait until each rank has come, or has told nothing new for the time of `gather`.
+
+        Returns:
+            False: it took too long, or the store is lost.
+        """
+        waiting, heard = [*ranks], dict[int, tuple[int, float]]()
+        while waiting := [rank for rank in waiting if self._may_come(rank, heard)]:
+            if self.is_lost or not limit.left():
+                return False
+            self.break_off()  # one that broke off at the same time may have written otherwise
+            time.sleep(limit.left(self.beat_s / 5))
+        return not self.is_lost
+
+    def _may_come(self, rank: int, heard: dict[int, tuple[int, float]]) -> bool:
+        """Return whether a rank has not come, and still tells its position."""
+        at = self._read(rank)
+        if at is None or at.ended or self._get(f"noted/{rank}") is not None:
+            return False
+        beat, since = heard.get(rank, (-1, 0.0))
+        if at.beat != beat:
+            heard[rank] = beat, since = at.beat, time.monotonic()
+        return time.monotonic() - since < self._patience_s
 
     def alarm(self, text: str) -> None:
         """Leave an alarm for ranks that fail once this rank is gone."""

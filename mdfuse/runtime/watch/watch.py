@@ -11,8 +11,6 @@ buffers that such a communication writes to hold garbage.
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,13 +18,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from mdfuse.backends.post_notes import PostInfo, Track
-from mdfuse.errors import PACKAGE, BackendError, Source
+from mdfuse.errors import BackendError
 from mdfuse.interpreter import threads
-from mdfuse.interpreter.stacks import seen
 from mdfuse.interpreter.threads import within
 from mdfuse.runtime.deadline import NEVER, Deadline
 from mdfuse.runtime.watch import plan_position
@@ -45,6 +41,7 @@ from mdfuse.runtime.watch.plan_position import RunCount
 from mdfuse.runtime.watch.position_store import Answers, Bulletin, patience_of
 from mdfuse.runtime.watch.positions import OwnPosition, Position, Progress, standing
 from mdfuse.runtime.watch.post_ring import Post, Ring
+from mdfuse.runtime.watch.process import EXIT_STATUS, end_process, host_line, write_error
 from mdfuse.runtime.watch.reports import Page, tell_torchrun
 from mdfuse.runtime.watch.tallies import Tallies
 
@@ -52,9 +49,6 @@ if TYPE_CHECKING:
     from mdfuse.torch_private import Store
 
 _log = logging.getLogger("mdfuse.comm")
-
-#: The exit status of a process that the watchdog ends (sysexits.h: EX_SOFTWARE).
-EXIT_STATUS = 70
 
 #: How long after its timeout the watchdog ends a wait that did not end by itself, seconds.
 _SLACK_S = 2.0
@@ -65,9 +59,6 @@ _SEEN_S = 2.0
 #: From an error, or an alarm, to the moment when this process no longer waits for anybody, seconds.
 #: An alarm may come three seconds after the deadline of the wait, an error one.
 _ERROR_S, _ALARM_S = 7.0, 5.0
-
-#: Folders of code that is not the user's, besides installed packages.
-_LIBRARIES = (PACKAGE, sys.base_prefix + "/lib/", "<")
 
 
 class Watch:
@@ -126,7 +117,7 @@ class Watch:
         self.ending = NEVER
         self._is_capturing = is_capturing
         self._clock = clock
-        self._write = write or _write_error
+        self._write = write or write_error
         self._end = end or end_process
         self._sources: list[tuple[tuple[int, ...], Callable[[], str | None]]] = []
         self._seen = -1
@@ -137,6 +128,7 @@ class Watch:
         #: raises the error of a device that hangs in the program; None: the process ends
         self.interruption: Interrupting | None = None
         self._is_raised = False
+        self._silent: set[int] = set()  #: told nothing new when this rank reported
         self._tallies = Tallies(gone=lambda tally: self.ring.forget(tally.title))
         self._waits: list[tuple[str, float]] = []
         self._stood: tuple[object, float] = (None, clock())
@@ -262,7 +254,8 @@ class Watch:
         """Look once, and raise the alarm if a post or wait is overdue; ask no other process."""
         if self._is_raised:
             return
-        alarm = self._failed() or self._overdue() or self._stuck() or self._broken()
+        looks = self._failed, self._overdue, self._stuck, self._broken, self._called
+        alarm = next((alarm for look in looks if (alarm := look()) is not None), None)
         if alarm is not None:
             self._raise(alarm)
 
@@ -309,7 +302,7 @@ class Watch:
         waits = [what for what, _ in self._waits]
         doing = now.doing or (f"in {waits[-1]}" if waits else "")
         progress_of = tuple(progress)
-        return Position(self._rank, is_hanging, progress_of, _host_line(), doing, self._ended)
+        return Position(self._rank, is_hanging, progress_of, host_line(), doing, self._ended)
 
     def _standing(self) -> OwnPosition:
         """Return the position of this process in its plans, or that of its last run."""
@@ -384,6 +377,37 @@ class Watch:
         what = f"{now.doing or 'a run'} broke off on rank {self._rank}: {why}"
         return Alarm.at(now, what, self._world, words)
 
+    def _called(self) -> Alarm | None:
+        """Come to a meeting that another rank called; return the alarm where the program works."""
+        bulletin, program = self._bulletin, self.interruption
+        if bulletin is None or not bulletin.is_ending or program is None or program.is_over:
+            return None
+        now = self._standing()
+        if self._broke is None and (now.doing or self._find_oldest() is not None):
+            what = f"rank {self._rank} ends its posts, as others do"
+            return Alarm.at(now, what, self._world) if program.can_begin() else None
+        if program.stand_by():  # at the second look: the program may have begun a run meanwhile
+            bulletin.come()
+        return None
+
+    def meet(self) -> bool:
+        """Wait until all ranks that live know that posts are about to be ended.
+
+        Returns:
+            False: one that lives does not come in time, or there is no store.
+        """
+        bulletin, came = self._bulletin, [False]
+        if bulletin is None:
+            return False
+        others = [rank for rank in self._world if rank != self._rank and rank not in self._silent]
+        limit = Deadline.after(self._timeout + _SLACK_S + self.patience_s)
+
+        def ask() -> None:
+            bulletin.come()
+            came.append(bulletin.all_came(others, limit))
+
+        return within(limit.left() + 0.5, ask) and came[-1]
+
     @contextmanager
     def _reporting(self, alarm: Alarm, now: OwnPosition) -> Iterator[Table]:
         """Gather the facts of a report; afterwards let other ranks gather theirs from this one."""
@@ -395,6 +419,7 @@ class Watch:
             within(self.ending.left(self._beat), bulletin.break_off)
             within(self.ending.left(self._beat), lambda: bulletin.tell(position))
             answers = bulletin.gather(ranks, self.ending)
+            self._silent = {n for n, at in answers.positions.items() if at.silent_s}
         table = self._table(position, ranks, answers)
         try:
             if bulletin is not None and answers.is_complete:
@@ -461,35 +486,3 @@ class Watch:
         # no communicator is aborted first: an abort would let the program go on with garbage in the
         # buffers, and even end well
         self._end(EXIT_STATUS)
-
-
-def _host_line() -> str:
-    """Return the main thread's innermost line outside mdfuse, packages and Python's library."""
-    lines = seen(_line).get(threading.main_thread().ident or 0, [])
-    line = next((x for x in lines if _is_users(x.file)), lines[0] if lines else None)
-    return "" if line is None else line.quote()
-
-
-def _line(frame: FrameType) -> Source:
-    # a frame between two lines has no line
-    return Source(frame.f_code.co_filename, frame.f_lineno or 0)
-
-
-def _is_users(file: str) -> bool:
-    return "site-packages" not in file and not file.startswith(_LIBRARIES)
-
-
-def _write_error(text: str) -> None:
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
-
-
-def end_process(status: int) -> None:
-    """End the process at once: an orderly exit would wait for the device, which hangs."""
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):
-            continue
-    os._exit(status)

@@ -17,8 +17,8 @@ from torch.distributed.elastic.multiprocessing.errors import (
 
 from mdfuse.errors import BackendError, ProgramError
 from mdfuse.runtime.watch import reports
+from mdfuse.runtime.watch.process import EXIT_STATUS
 from mdfuse.runtime.watch.reports import tell_torchrun, untell_torchrun
-from mdfuse.runtime.watch.watch import EXIT_STATUS
 from multirank.launchers import environment_of_ranks, torchrun
 
 _JOB = """

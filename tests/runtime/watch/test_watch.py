@@ -22,10 +22,12 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from mdfuse.backends.post_notes import PostInfo
 from mdfuse.runtime.watch import position_store as bulletin_module
+from mdfuse.runtime.watch import process
 from mdfuse.runtime.watch import watch as watch_module
 from mdfuse.runtime.watch.hang_report import bytes_text
 from mdfuse.runtime.watch.positions import Position, Progress
-from mdfuse.runtime.watch.watch import EXIT_STATUS, Ring, Watch
+from mdfuse.runtime.watch.process import EXIT_STATUS
+from mdfuse.runtime.watch.watch import Ring, Watch
 from mdfuse.torch_private import HashStore, PrefixStore, TCPStore
 
 TEAM = (0, 1, 2)
@@ -76,19 +78,19 @@ class Rank:
 
 
 #: Before tests put a line of their own in its place.
-HOST_LINE = watch_module._host_line
+HOST_LINE = process.host_line
 
 
 def test_a_frame_that_just_begins_has_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
     frame: Any = SimpleNamespace(f_code=SimpleNamespace(co_filename="a.py"), f_lineno=None)
     main = threading.main_thread().ident
-    monkeypatch.setattr(watch_module, "seen", lambda look: {main: [look(frame)]})
+    monkeypatch.setattr(process, "seen", lambda look: {main: [look(frame)]})
     assert HOST_LINE() == "a.py:0"
 
 
 @pytest.fixture(autouse=True)
 def host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch_module, "_host_line", lambda: "a.py:4   work()")
+    monkeypatch.setattr(watch_module, "host_line", lambda: "a.py:4   work()")
 
 
 # -- the ring --------------------------------------------------------------------------------------
@@ -168,6 +170,7 @@ class Program:
 
     def __init__(self, *, can: bool, takes: bool) -> None:
         self.can, self.takes, self.errors = can, takes, list[Any]()
+        self.is_over, self.standing_by = False, 0
 
     def can_begin(self) -> bool:
         return self.can
@@ -175,6 +178,10 @@ class Program:
     def begin(self, error: Any) -> bool:
         self.errors.append(error)
         return self.takes
+
+    def stand_by(self) -> bool:
+        self.standing_by += 1
+        return self.standing_by > 1
 
 
 @pytest.mark.parametrize(("can", "takes"), [(True, True), (True, False), (False, True)])
@@ -196,6 +203,57 @@ def test_a_program_that_takes_the_error_goes_on(can: bool, takes: bool) -> None:
     assert goes_on or "this process ends now" in rank.texts[0]
     rank.look(60)
     assert len(program.errors) == (can if goes_on else len(program.errors)), "it is raised once"
+
+
+def test_all_ranks_come_before_posts_are_ended() -> None:
+    """A rank that works has an error, an idle one begins no run, and a dead one is not awaited."""
+    store = HashStore()
+    caller, busy, idle, dead = (Rank(n, store, ranks=4) for n in range(4))
+    programs = [Program(can=True, takes=True) for _ in range(3)]
+    for rank, program in zip((caller, busy, idle), programs, strict=True):
+        rank.watch.interruption = program
+    busy.post()
+    for rank in (caller, busy, idle, dead):
+        rank.look()
+    assert [len(x.errors) + x.standing_by for x in programs] == [0, 0, 0]
+    came: list[bool] = []
+    meeting = threading.Thread(target=lambda: came.append(caller.watch.meet()))
+    meeting.start()
+    until = time.monotonic() + 20
+    while not programs[1].errors or programs[2].standing_by < 2:
+        assert time.monotonic() < until and not came
+        caller.watch.tell()
+        for rank in (busy, idle):
+            rank.look()
+        time.sleep(0.01)
+    (error,) = programs[1].errors
+    assert "rank 1 ends its posts, as others do" in str(error)
+    assert busy.watch.meet() and not came[1:]
+    meeting.join(20)
+    assert came == [True]
+    assert idle.watch._bulletin is not None and programs[2].errors == []
+    assert [rank.statuses for rank in (caller, busy, idle)] == [[], [], []]
+
+
+def test_a_rank_that_lives_and_does_not_come_holds_the_meeting_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It works, and cannot have an error: it would take garbage for results."""
+    monkeypatch.setattr(watch_module, "_SLACK_S", -4.0)  # of a timeout of 5 s
+    store = HashStore()
+    caller, other = (Rank(n, store, ranks=2) for n in range(2))
+    other.watch.interruption = Program(can=False, takes=False)
+    other.post()
+    for rank in (caller, other):
+        rank.look()
+    came: list[bool] = []
+    meeting = threading.Thread(target=lambda: came.append(caller.watch.meet()))
+    meeting.start()
+    while meeting.is_alive():
+        other.look()
+        time.sleep(0.05)
+    assert came == [False]
+    assert not Rank().watch.meet(), "without a store nobody can say that it knows"
 
 
 def test_a_queue_that_moves_is_not_overdue() -> None:
