@@ -46,6 +46,9 @@ _FIRST, _LAST, _DELAY_S = 1, 6, 0.004
 #: The longest that a job may take, seconds.
 _JOB_S = 90.0
 
+#: What it may take until all others have an error, seconds: two looks, and the report.
+_FOUND_S = 5.0
+
 #: What agreeing may take beyond the time that others are waited for, seconds.
 _REBUILD_S = 3.0
 
@@ -121,7 +124,7 @@ def _kill(plan: Plan) -> Iterator[Row]:
     sizes = f"{len(went_on)} of {len(moments)} moments"
     waited = 1e9 * (2 * max((x["gone_s"] for x in went_on), default=0.0) + _REBUILD_S)
     limits = {
-        "detection": (plan.timeout_s * 1e9, f"{plan.timeout_s:g} s"),
+        "detection": (_FOUND_S * 1e9, f"{_FOUND_S:g} s"),
         "rebuild": (waited, f"{waited / 1e9:g} s"),
         "next step": (_REBUILD_S * 1e9, f"{_REBUILD_S:g} s"),
     }

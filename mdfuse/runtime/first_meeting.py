@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -107,6 +108,7 @@ def watch_for(launch: Launch, options: Options, environment: Mapping[str, str]) 
         host=None if is_kept_elsewhere else 0,
         reports=reports,
         neighbours=Neighbours(launch, environment),
+        near=launch.near if sys.platform == "linux" else (),
     )
 
 

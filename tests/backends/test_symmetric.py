@@ -28,7 +28,7 @@ from mdfuse.backends.base import Work
 from mdfuse.backends.symmetric.cuda_sites import Sited, Sites, numbering
 from mdfuse.backends.symmetric.cuda_sums import OneKernel, whole
 from mdfuse.backends.symmetric.cuda_team import CudaOutbox, CudaTeam, CudaWork, Half, LaneOrder
-from mdfuse.backends.symmetric.host_memory import Card, Process, this_process
+from mdfuse.backends.symmetric.host_memory import Card
 from mdfuse.backends.symmetric.outbox_moves import (
     TURNS,
     Put,
@@ -44,6 +44,7 @@ from mdfuse.backends.symmetric.symmetric_backend import SymmetricBackend, Symmet
 from mdfuse.backends.teams import team_key
 from mdfuse.backends.work import DONE
 from mdfuse.errors import BackendError, CommunicationError
+from mdfuse.interpreter.processes import Process, this_process
 from mdfuse.layouts.call import Call
 from mdfuse.runtime.backend_rows import why_not
 from mdfuse.torch_private import HashStore, PrefixStore

@@ -15,9 +15,9 @@ from torch import Tensor
 from mdfuse.backends.symmetric import heap as heaps
 from mdfuse.backends.symmetric import host_team
 from mdfuse.backends.symmetric.heap import Heap, symmetric_empty
-from mdfuse.backends.symmetric.host_memory import this_process
 from mdfuse.backends.symmetric.symmetric_backend import SymmetricBackend
 from mdfuse.errors import BackendError
+from mdfuse.interpreter.processes import this_process
 from mdfuse.layouts.call import Call
 
 from .test_symmetric import drawn, gather, joined, two_ranks

@@ -13,11 +13,7 @@ import sys
 import threading
 from dataclasses import asdict, dataclass
 
-#: Ends of processes, as the third field of /proc/PID/stat tells them: a zombie, and dead.
-_ENDED = ("Z", "X")
-
-#: Which number of that file, behind the command, tells when the process began.
-_BEGAN = 19
+from mdfuse.interpreter.processes import Process
 
 
 def why_not() -> tuple[str, str] | None:
@@ -25,45 +21,6 @@ def why_not() -> tuple[str, str] | None:
     if sys.platform != "linux":
         return f"it shares memory as Linux does, and this is {sys.platform}", "use backend='gloo'"
     return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Process:
-    """A process of this host, as others identify it.
-
-    Attributes:
-        host: a text that only processes which see each other in /proc have in common.
-        pid: its number.
-        began: its start time, since numbers are reused.
-    """
-
-    host: str
-    pid: int
-    began: str
-
-    def has_ended(self) -> bool:
-        """Return whether the process is dead, also where its parent has not waited for it yet."""
-        status = _status(self.pid)
-        return status is None or status[0] in _ENDED or status[_BEGAN] != self.began
-
-
-def this_process() -> Process:
-    """Return the description of this process."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read().strip()
-    status = _status(os.getpid())
-    assert status is not None
-    host = f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
-    return Process(host=host, pid=os.getpid(), began=status[_BEGAN])
-
-
-def _status(pid: int) -> list[str] | None:
-    """Return the fields of /proc/PID/stat behind the command; None where it is gone."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(") ")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from torch import Tensor
 from mdfuse.backends.algorithms import Copy, Reduce
 from mdfuse.backends.base import Work
 from mdfuse.backends.symmetric.heap import Heap
-from mdfuse.backends.symmetric.host_memory import Fence, Process, SharedMemory
+from mdfuse.backends.symmetric.host_memory import Fence, SharedMemory
 from mdfuse.backends.symmetric.outbox_moves import IN_HEAP, SLOTS, Move, Put, Shape, Take, kind_of
 from mdfuse.backends.symmetric.post_buffers import Buffers
 from mdfuse.backends.teams import no_more_posts
@@ -29,6 +29,7 @@ from mdfuse.backends.transfers import change
 from mdfuse.backends.work import DONE, failure
 from mdfuse.errors import BackendError
 from mdfuse.hir.row_norms import RowNorm
+from mdfuse.interpreter.processes import Process
 from mdfuse.layouts.call import Call
 
 #: How often a wait looks, giving its core away in between, before it sleeps; and its sleeps, which

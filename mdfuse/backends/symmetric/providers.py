@@ -38,7 +38,7 @@ from mdfuse.backends.symmetric.cuda_sums import (
 )
 from mdfuse.backends.symmetric.cuda_team import WORD, CudaOutbox, CudaTeam, LaneOrder
 from mdfuse.backends.symmetric.heap import open_heap
-from mdfuse.backends.symmetric.host_memory import Card, SharedMemory, this_process
+from mdfuse.backends.symmetric.host_memory import Card, SharedMemory
 from mdfuse.backends.symmetric.host_team import HostTeam, PendingPosts, outbox_of
 from mdfuse.backends.symmetric.outbox_moves import Move, Shape
 from mdfuse.backends.symmetric.post_buffers import Buffers
@@ -46,6 +46,7 @@ from mdfuse.backends.teams import no_more_posts
 from mdfuse.backends.work import DONE
 from mdfuse.hir.row_norms import RowNorm
 from mdfuse.interpreter import threads
+from mdfuse.interpreter.processes import this_process
 from mdfuse.layouts.call import Call
 from mdfuse.layouts.kinds import KINDS
 from mdfuse.torch_private import PrefixStore, Store

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from typing import TYPE_CHECKING
 
+from mdfuse.interpreter.processes import Process, this_process
 from mdfuse.interpreter.threads import within
 from mdfuse.runtime.deadline import NEVER, Deadline
 from mdfuse.runtime.watch.positions import Position
@@ -50,19 +52,24 @@ class Bulletin:
             waits would block the watchdog.
         rank: this rank.
         beat_s: seconds between two positions of a rank.
+        near: the ranks of this host, as far as is known.
         is_lost: the connection broke: another request would only make torch log it again.
         is_broken: a rank said that a communication broke.
         is_ending: a rank is about to end the posts of its device.
         heard: the message of the first rank that raised an alarm.
+        gone: ranks of this host whose processes have ended without a word.
     """
 
     store: Store
     rank: int
     beat_s: float
+    near: Sequence[int] = ()
     is_lost: bool = False
     is_broken: bool = False
     is_ending: bool = False
     heard: str = ""
+    gone: set[int] = field(default_factory=set)
+    _processes: dict[int, Process] = field(default_factory=dict)
     _beat: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     #: thread -> the start of its pending request to the store, by the monotonic clock
@@ -73,6 +80,8 @@ class Bulletin:
         if self.is_lost:  # and another thread may wait for it, and hold the lock
             return
         with self._lock:  # two threads write; beats must be in order
+            if self.near and self._beat == 0:
+                self._set(f"process/{self.rank}", json.dumps(asdict(this_process())))
             self._beat += 1
             stamped = replace(position, beat=self._beat, time=time.time())
             self._set(f"at/{self.rank}", stamped.encode())
@@ -85,6 +94,26 @@ class Bulletin:
         if not self.heard:
             self.heard = self._get("alarm") or ""
 
+    def look_around(self) -> None:
+        """See which processes of this host have ended without a word."""
+        for rank in self.near:
+            if rank == self.rank or rank in self.gone:
+                continue
+            process = self._processes.get(rank) or self._process_of(rank)
+            if process is not None and process.has_ended():
+                at = self._read(rank)
+                if at is not None and not at.ended:
+                    self.gone.add(rank)
+
+    def _process_of(self, rank: int) -> Process | None:
+        """Return the process of a rank, where this one sees it."""
+        text = self._get(f"process/{rank}")
+        process = None if text is None else Process(**json.loads(text))
+        if process is None or process.host != this_process().host:
+            return None
+        self._processes[rank] = process
+        return process
+
     def break_off(self) -> None:
         """Tell the others that a communication broke, so that they wait for this rank no more."""
         self._set("broken", _ENDING if self.is_ending else "")
@@ -95,12 +124,21 @@ class Bulletin:
         self.break_off()
         self._set(f"noted/{self.rank}", "")
 
-    def all_came(self, ranks: Iterable[int], limit: Deadline) -> bool:
-        """Wait until each rank has come, or has told nothing new for the time of `gather`.
+    def meet(self, ranks: Iterable[int], limit: Deadline) -> bool:
+        """Come, and wait until each rank has come or has told nothing new for the time of `gather`.
 
         Returns:
             False: it took too long, or the store is lost.
         """
+        have_come = [False]
+
+        def ask() -> None:
+            self.come()
+            have_come.append(self._all_came(ranks, limit))
+
+        return within(limit.left() + 0.5, ask) and have_come[-1]
+
+    def _all_came(self, ranks: Iterable[int], limit: Deadline) -> bool:
         waiting, heard = [*ranks], dict[int, tuple[int, float]]()
         while waiting := [rank for rank in waiting if self._may_come(rank, heard)]:
             if self.is_lost or not limit.left():
@@ -190,7 +228,9 @@ class Bulletin:
                 if at is not None:
                     positions[rank] = at
                 beat = first.setdefault(rank, at.beat if at else 0)
-                if at is None or not (at.beat > beat or at.is_hanging or at.ended):
+                if rank in self.gone and at is not None:
+                    positions[rank] = replace(at, silent_s=_age_s(at))
+                elif at is None or not (at.beat > beat or at.is_hanging or at.ended):
                     silent.append(rank)
             ranks = silent
             if not deadline.left():
@@ -198,7 +238,7 @@ class Bulletin:
             time.sleep(deadline.left(self.beat_s / 5) if ranks else 0)
         for rank in ranks:
             if rank in positions:
-                age = max(time.time() - positions[rank].time, 0.1)
+                age = _age_s(positions[rank])
                 if is_long or age > 2 * self.beat_s:
                     positions[rank] = replace(positions[rank], silent_s=age)
 
@@ -228,3 +268,8 @@ class Bulletin:
             return None
         finally:
             del self._asked[thread]
+
+
+def _age_s(at: Position) -> float:
+    """Return the time since a rank told its position, seconds."""
+    return max(time.time() - at.time, 0.1)

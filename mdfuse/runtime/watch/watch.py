@@ -34,6 +34,7 @@ from mdfuse.runtime.watch.hang_report import (
     Table,
     blame,
     explained,
+    ranks_text,
     report,
 )
 from mdfuse.runtime.watch.neighbours import Neighbours
@@ -79,6 +80,7 @@ class Watch:
         host: the rank whose process keeps the store; None: another process does.
         reports: the folder of reports; None: there is none.
         neighbours: shows other ranks of this host as long as there is no store.
+        near: the ranks of this host.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Watch:
         host: int | None = None,
         reports: Path | None = None,
         neighbours: Neighbours | None = None,
+        near: Sequence[int] = (),
     ) -> None:
         self.ring = Ring(size, clock)
         #: the handle of a stream -> the track of replays on it
@@ -106,7 +109,8 @@ class Watch:
         self._timeout = timeout_s
         self._tick = min(1.0, timeout_s / 10)
         self._beat = max(self._tick, ranks / 1000)  # at most 1,000 messages a second
-        self._bulletin = Bulletin(store, rank, self._beat) if store else None
+        self._near = near
+        self._bulletin = Bulletin(store, rank, self._beat, near) if store else None
         self._world = tuple(range(ranks))
         self._host = host
         self._folder = reports
@@ -120,21 +124,19 @@ class Watch:
         self._write = write or write_error
         self._end = end or end_process
         self._sources: list[tuple[tuple[int, ...], Callable[[], str | None]]] = []
-        self._seen = -1
+        self._seen, self._reports = -1, 0
         self._oldest: Post | None = None
         self._moved_at = clock()
         #: ends the waits of this process; returns whether it could
         self.abort: Callable[[], bool] = lambda: False
         #: raises the error of a device that hangs in the program; None: the process ends
         self.interruption: Interrupting | None = None
-        self._is_raised = False
+        self._is_raised = self._is_aborted = False
         self._silent: set[int] = set()  #: told nothing new when this rank reported
         self._tallies = Tallies(gone=lambda tally: self.ring.forget(tally.title))
         self._waits: list[tuple[str, float]] = []
         self._stood: tuple[object, float] = (None, clock())
         self._refused: str | None = None
-        self._is_aborted = False
-        self._reports = 0
         self._broke: OwnPosition | None = None
         #: the way this rank left the others, in words
         self.leaves = "closed its communicator"
@@ -200,7 +202,7 @@ class Watch:
 
     def connect(self, store: Store) -> None:
         """Let the ranks exchange their positions in this store from now on."""
-        self._bulletin = Bulletin(store, self._rank, self._beat)
+        self._bulletin = Bulletin(store, self._rank, self._beat, self._near)
 
     def position_of(self, rank: int) -> Position | None:
         """Return the last position that a rank told; None: it left, or nothing is known."""
@@ -254,8 +256,8 @@ class Watch:
         """Look once, and raise the alarm if a post or wait is overdue; ask no other process."""
         if self._is_raised:
             return
-        looks = self._failed, self._overdue, self._stuck, self._broken, self._called
-        alarm = next((alarm for look in looks if (alarm := look()) is not None), None)
+        alarm = self._failed() or self._overdue() or self._stuck() or self._broken()
+        alarm = alarm or self._bereft() or self._called()
         if alarm is not None:
             self._raise(alarm)
 
@@ -266,6 +268,7 @@ class Watch:
         now = self._standing()
         self._bulletin.tell(self.position(self._reports > 0, now))
         self._bulletin.hear()
+        self._bulletin.look_around()
         if self._bulletin.is_broken and now.is_waiting and not self._is_aborted:
             self._is_aborted = self.abort()  # others gave up: nobody will come
         if now.is_waiting and now.occasion is not None and self._refused is None:
@@ -337,6 +340,17 @@ class Watch:
             return None
         return Alarm.of(oldest, self._rank, self._timeout, now - oldest.posted_at)
 
+    def _bereft(self) -> Alarm | None:
+        """Return the alarm over a post whose team has lost a process of this host, or None."""
+        now, oldest = self._clock(), self._find_oldest()
+        if oldest is None or self._bulletin is None:
+            return None
+        lost = self._bulletin.gone & {*oldest.subject.team}
+        if not lost or now - max(oldest.posted_at, self._moved_at) <= 2 * self._beat:
+            return None
+        alarm = Alarm.of(oldest, self._rank, self._timeout, now - oldest.posted_at)
+        return replace(alarm, what=f"{alarm.what}: {ranks_text(lost)} ended without a word")
+
     def _find_oldest(self) -> Post | None:
         """Return the first post that is not done, kept in case the ring overwrites it."""
         oldest = self._oldest
@@ -396,17 +410,9 @@ class Watch:
         Returns:
             False: one that lives does not come in time, or there is no store.
         """
-        bulletin, came = self._bulletin, [False]
-        if bulletin is None:
-            return False
         others = [rank for rank in self._world if rank != self._rank and rank not in self._silent]
         limit = Deadline.after(self._timeout + _SLACK_S + self.patience_s)
-
-        def ask() -> None:
-            bulletin.come()
-            came.append(bulletin.all_came(others, limit))
-
-        return within(limit.left() + 0.5, ask) and came[-1]
+        return self._bulletin is not None and self._bulletin.meet(others, limit)
 
     @contextmanager
     def _reporting(self, alarm: Alarm, now: OwnPosition) -> Iterator[Table]:

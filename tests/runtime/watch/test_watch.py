@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +23,7 @@ from helpers.golden import Golden
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from mdfuse.backends.post_notes import PostInfo
+from mdfuse.interpreter import processes
 from mdfuse.runtime.watch import position_store as bulletin_module
 from mdfuse.runtime.watch import process
 from mdfuse.runtime.watch import watch as watch_module
@@ -254,6 +257,66 @@ def test_a_rank_that_lives_and_does_not_come_holds_the_meeting_up(
         time.sleep(0.05)
     assert came == [False]
     assert not Rank().watch.meet(), "without a store nobody can say that it knows"
+
+
+class Another:
+    """A process of this host that does nothing, and tells where a rank is."""
+
+    def __init__(self, store: Any, rank: int) -> None:
+        self.process = subprocess.Popen(["sleep", "60"])
+        here = processes.this_process()
+        status = processes._status(self.process.pid)
+        assert status is not None
+        other = replace(here, pid=self.process.pid, began=status[processes._BEGAN])
+        self.bulletin = bulletin_module.Bulletin(store, rank, 1.0)
+        self.bulletin.tell(self.at(rank))
+        store.set(f"process/{rank}", json.dumps(asdict(other)))
+
+    @staticmethod
+    def at(rank: int, ended: str = "") -> Position:
+        return Position(rank, False, (), "", "", ended)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.mark.parametrize("last", ["", "closed its communicator"])
+def test_a_process_that_ends_without_a_word_is_seen_at_once(last: str) -> None:
+    """Long before a post is overdue; one that said that it leaves is left to the deadline."""
+    store = HashStore()
+    rank = Rank(0, store, ranks=3, near=range(3))
+    other = Another(store, 2)
+    rank.post()
+    for _ in range(3):
+        rank.look(1.1)
+    assert not rank.statuses, "the process lives"
+    if last:
+        other.bulletin.tell(other.at(2, last))
+    other.end()
+    begin = time.monotonic()
+    rank.look(0.1)
+    if last:
+        assert not rank.statuses
+        return
+    assert rank.statuses == [EXIT_STATUS]
+    assert time.monotonic() - begin < 2.5, "nobody waits for a new word of it"
+    assert "is not done on rank 0: rank 2 ended without a word" in rank.texts[0]
+    assert "rank 2 no sign of life" in rank.texts[0]
+
+
+def test_a_rank_of_another_team_is_not_missed() -> None:
+    store = HashStore()
+    rank = Rank(0, store, ranks=4, near=range(4))
+    other = Another(store, 3)
+    rank.post()  # with ranks 0, 1, 2
+    other.end()
+    for _ in range(3):
+        rank.look(1.1)
+    assert not rank.statuses
+    rank.finish(1)
+    rank.look(9)
+    assert not rank.statuses
 
 
 def test_a_queue_that_moves_is_not_overdue() -> None:
