@@ -8,19 +8,23 @@
     }
 
 `then=row_norm` promises nothing: it says that the unit behind the wait is no more than this. A
-backend without such a kernel makes the sum, and the unit is computed as any other one.
+backend without such a kernel makes the sum, and the unit is computed as any other one. Whether the
+word is right is decided once, by the program for all ranks: a rank does not see who reads the sum
+elsewhere, and members of a team must make the same call.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from mdfuse.extents.extent import is_symbolic
-from mdfuse.hir.instructions import counts_of, op_of
+from mdfuse.hir.analysis.dataflow import dataflow
+from mdfuse.hir.instructions import PURE_VIEWS, counts_of, op_of
+from mdfuse.hir.once import once
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 
 #: The bytes of a chunk, and how many chunks, or rows, arrive at a rank in one small sum at most.
@@ -49,7 +53,7 @@ class RowNorm:
         dtype: of all values but the weight.
         weight_dtype: of the weight; None: there is none.
         has_residual: whether there is a residual.
-        has_total: whether t is a result, too.
+        has_total: whether t is a result, too; without a residual it is the sum, which always is.
         is_rounded: y is rounded before it is multiplied by the weight, too.
     """
 
@@ -105,16 +109,61 @@ class NormChain:
     steps: tuple[Instruction, ...]
 
 
+@once
+def with_sure_norms(program: HostProgram) -> HostProgram:
+    """Return a program for all ranks in which the posts before norms of rows alone say so."""
+    if not any("then" in i.kwargs for i in program.walk()):
+        return program
+    sure = _sure(program, SumReaders.of(program.checked), program.instructions)
+    return program if sure == program.instructions else replace(program, instructions=sure)
+
+
+def _sure(
+    program: HostProgram, readers: SumReaders, block: Sequence[Instruction]
+) -> tuple[Instruction, ...]:
+    done = list[Instruction]()
+    for n, i in enumerate(block):
+        if "then" in i.kwargs and not _is_sure(program, readers, block, n):
+            i = replace(i, attrs=tuple((k, v) for k, v in i.attrs if k != "then"))
+        elif i.op != "launch" and (i.body or i.orelse):
+            body, orelse = (_sure(program, readers, part) for part in (i.body, i.orelse))
+            i = replace(i, body=body, orelse=orelse)
+        done.append(i)
+    return tuple(done)
+
+
+def _is_sure(
+    program: HostProgram, readers: SumReaders, block: Sequence[Instruction], at: int
+) -> bool:
+    post, behind = block[at], unit_behind(block, at)
+    if behind is None or not is_sum(post):
+        return False
+    unit = block[behind]
+    named = (x for i in (post, *unit.body) for x in (*i.reads, *i.outputs))
+    if not program.types.keys() >= {*named} - {*post.outputs}:
+        return False  # which is an error of its own
+    chain = norm_behind(program, post, unit, is_read=readers.are_elsewhere(post, unit))
+    return chain is not None and len(chain.steps) == len(unit.body)
+
+
 def unit_behind(block: Sequence[Instruction], at: int) -> int | None:
-    """Return the place of the unit behind a post and its wait; None where another work is there."""
-    handle, waits = block[at].outputs, 0
+    """Return the place of the unit behind a post and its wait; None where another work is there.
+
+    Nothing in between makes or frees what the unit names.
+    """
+    handle, waits, used = block[at].outputs, 0, set[str]()
     for n in range(at + 1, len(block)):
         i = block[n]
         if i.op == "launch":
-            return n if waits else None
+            is_apart = used.isdisjoint(i.reads) and used.isdisjoint(i.outputs)
+            return n if waits and is_apart else None
         if i.op == "wait" and i.reads == handle and not i.attrs and not waits:
             waits = 1
-        elif i.op != "free" and (i.op != "alloc" or "fill" in i.kwargs or i.reads):
+        elif i.op == "free":
+            used.update(i.reads)
+        elif i.op in PURE_VIEWS or (i.op == "alloc" and not i.reads and "fill" not in i.kwargs):
+            used.update(i.outputs)
+        else:
             return None
     return None
 
@@ -177,13 +226,17 @@ def norm_behind(
     value, residual, steps = search.total(summed, is_read)
     for result, weight, eps, is_rounded, last in search.norms(value):
         chain = (*steps, *last)
-        ids = set(map(id, chain))
-        inner = {x for i in chain for x in i.outputs} - {value, result}
+        ids, results = set(map(id, chain)), [x for i in chain for x in i.outputs]
+        if len({*results}) < len(results) or not {*results}.isdisjoint(unit.inputs):
+            continue  # what a name stands for depends on the step
+        inner = {*results} - {value, result}
         beside = {x for i in unit.body if id(i) not in ids for x in i.reads}
         if inner & beside or inner & {*unit.outputs} or result not in {*unit.outputs} | beside:
             continue
-        has_total = value in beside or (value in unit.outputs if residual else is_read)
         if residual is not None and summed in beside:
+            continue
+        is_apart = _is_apart(program, summed, residual, weight)
+        if not is_apart or not _is_apart(program, value, weight, result):
             continue
         norm = RowNorm(
             width=kind.shape[-1],
@@ -191,18 +244,24 @@ def norm_behind(
             dtype=kind.dtype,
             weight_dtype=program.types[weight].dtype if weight is not None else None,
             has_residual=residual is not None,
-            has_total=has_total,
+            has_total=residual is None or value in beside or value in unit.outputs,
             is_rounded=is_rounded and weight is not None,
         )
         return NormChain(
             norm=norm,
             residual=residual,
             weight=weight,
-            total=value if has_total else None,
+            total=value if norm.has_total else None,
             result=result,
             steps=tuple(i for i in unit.body if id(i) in ids),
         )
     return None
+
+
+def _is_apart(program: HostProgram, name: str, *others: str | None) -> bool:
+    """Return whether a value that the kernel computes lies where no other one does."""
+    memory = dataflow(program).memory
+    return not any(memory(x) == memory(name) for x in others if x is not None)
 
 
 def _has_rows(kind: BufferType) -> bool:

@@ -163,7 +163,7 @@ def two_of_them(fd: Any, s: Any, r: Any, w: Any) -> tuple[Any, ...]:
 JOINED: dict[str, tuple[Build, tuple[bool, bool]]] = {
     "residual and total": (add_norm, (True, True)),
     "residual": (add_norm_alone, (True, False)),
-    "norm": (norm_alone, (False, False)),
+    "norm": (norm_alone, (False, True)),
     "sum read by others": (sum_and_norm, (False, True)),
     "spelled": (spelled_norm, (True, False)),
     "no weight": (without_weight, (True, True)),
@@ -365,6 +365,151 @@ host @hand on mesh(tp=2) {
     torch.testing.assert_close(got[0], (2 * x.sum(0)).exp())
     torch.testing.assert_close(got[1], F.rms_norm(y.sum(0), [4], eps=1e-6))
     assert not joined
+
+
+HAND = """
+host @hand on m0=mesh(tp=2), m1=mesh(q=1: 2) {
+  input %x: f32[4,8] m0(tp=P(sum))
+  input %r: f32[4,8] m0(tp=R)
+  input %w: f32[8] m0(tp=R)
+  input %o: f32[1] m1(q=R)
+  BEFORE
+  %s: f32[4,8] m0(tp=R) = alloc
+  %c = post allreduce[sum](%x) -> %s f32[4,8] m0(tp=P(sum)) => m0(tp=R) axis=tp then=row_norm
+  BETWEEN
+  wait %c
+  launch unit(%s, %r, %w) -> %t, %y {
+    %t: f32[4,8] m0(tp=R) = add(%s, %r)
+    %y: f32[4,8] m0(tp=R) = rms_norm(%t, %w, normalized_shape=[8], eps=1e-05)
+  }
+  BEHIND
+  %u: f32[4,8] m0(tp=R) = mul(%y, 2.0)
+  return %t, %u
+}
+"""
+
+SPELLED = """
+    %square: f32[4,8] m0(tp=R) = pow(%t, 2)
+    %mean: f32[4,1] m0(tp=R) = mean(%square, dims=[-1], keepdim=True)
+    %moved: f32[4,1] m0(tp=R) = add(%mean, 1e-05)
+    %root: f32[4,1] m0(tp=R) = rsqrt(%moved)
+    %t = mul(%t, %root)
+    %y: f32[4,8] m0(tp=R) = mul(%t, %w)"""
+
+ONE_NORM = "\n    %y: f32[4,8] m0(tp=R) = rms_norm(%t, %w, normalized_shape=[8], eps=1e-05)"
+
+#: What changes in the text, and whether the sum is posted with the norm.
+BY_HAND: dict[str, tuple[tuple[tuple[str, str], ...], bool]] = {
+    "as it is": ((), True),
+    "a view in between": ((("BETWEEN", "%v: f32[4,8] m0(tp=R) = narrow(%r)"),), True),
+    "a name that stands for two values": (((ONE_NORM, SPELLED),), False),
+    "a name that is made again": (
+        (
+            ("BEFORE", "%y: f32[4,8] m0(tp=R) = mul(%r, 5.0)"),
+            ("BETWEEN", "free %y"),
+            ("    %y: f32[4,8] m0(tp=R) =", "    %y ="),
+            ("BEHIND", "free %s"),
+            ("return %t, %u", "free %y\n  return %t, %u"),
+        ),
+        False,
+    ),
+    "a buffer in another order": (
+        (
+            ("BETWEEN", "%t: f32[4,8] m0(tp=R) = alloc order=[1,0]"),
+            ("    %t: f32[4,8] m0(tp=R) =", "    %t ="),
+        ),
+        False,
+    ),
+    "sent before": (
+        (
+            (
+                "BEFORE",
+                "%y: f32[4,8] m0(tp=R) = mul(%r, 2.0)\n  %z: f32[4,8] m1(q=R) = alloc\n"
+                "  %b = post broadcast(%y) -> %z f32[4,8] m0(tp=R) => m1(q=R)\n  wait %b",
+            ),
+            ("    %y: f32[4,8] m0(tp=R) =", "    %y ="),
+        ),
+        True,
+    ),
+    "read by one rank": (
+        (
+            (
+                "BEHIND",
+                "%z: f32[4,8] m1(q=R) = alloc\n"
+                "  %b = post broadcast(%s) -> %z f32[4,8] m0(tp=R) => m1(q=R)\n  wait %b",
+            ),
+        ),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_by_hand(name: str, joined: list[RowNorm]) -> None:
+    """Values are those of the units, and both ranks make the same calls: see `joined`."""
+    changes, is_joined = BY_HAND[name]
+    text = HAND
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    for place in ("BEFORE", "BETWEEN", "BEHIND"):
+        text = text.replace(f"  {place}\n", "")
+    host = hir.parse(text)
+    verify(host)
+    assert hir.parse(str(host)) == host
+    x, r, w = (torch.randn(n) for n in ((2, 4, 8), (4, 8), (8,)))
+    total = x.sum(0) + r
+    y = F.rms_norm(total, (8,), w, EPS)
+    total = y / w if "two values" in name else total
+    for schedule in (None, 1, 2):
+        per_rank = [{"x": x[n], "r": r, "w": w} for n in range(2)]
+        got = mf.simulate(
+            host,
+            per_rank=[*per_rank, {"o": torch.ones(1)}],
+            options=Options(poison=True),
+            schedule=schedule,
+        )
+        for each in got.per_rank[:2]:
+            torch.testing.assert_close(each[0], total)
+            torch.testing.assert_close(each[1], 2 * y)
+            assert each[0].stride() == ((1, 4) if "order" in name else (8, 1))
+    assert [n.has_residual for n in joined] == [True] * 6 * is_joined  # of ranks and schedules
+
+
+def test_members_post_alike_where_one_of_them_reads_the_sum(joined: list[RowNorm]) -> None:
+    """One rank alone sends the sum to another mesh; what is posted does not depend on that."""
+    other = DeviceMesh([2], axes=("q",))
+
+    def build(fd: Any, s: Any, r: Any, w: Any) -> tuple[Any, ...]:
+        y = spelled(s, w)
+        return fd.ops.set(s).on(other, {}) * 2.0, y + r
+
+    program, given = define(build), inputs()
+    assert "then=row_norm" in str(program.host)
+    ranks = [project(program.host, n) for n in range(2)]
+    assert ["broadcast" in str(x) for x in ranks] == [True, False]
+    got = mf.simulate(program, given).outputs
+    assert len(joined) == 2 and joined[0] == joined[1]
+    x, r, w = (z.double() for z in given)
+    total = (x * 0.5).sum(0)
+    right = (2 * total, F.rms_norm(total, (10,), w, EPS) + r)
+    for a, b in zip(got, right, strict=True):
+        assert (a.double() - b).norm() < 2e-2 * b.norm()
+
+
+def test_a_weight_that_is_the_sum(joined: list[RowNorm]) -> None:
+    """It is there behind the sum alone, so that it cannot be in the norm's kernel."""
+
+    def build(fd: Any, s: Any, r: Any, w: Any) -> tuple[Any, ...]:
+        return (fd.ops.rms_norm(s, (s.shape[-1],), s, EPS) * 2.0, spelled(s, s) + r)
+
+    program, given = define(build, (10,), torch.float32), inputs((10,), torch.float32)
+    got = mf.simulate(program, given, options=Options(poison=True)).outputs
+    total = (given[0].double() * 0.5).sum(0)
+    y = F.rms_norm(total, (10,), total, EPS)
+    torch.testing.assert_close(got[0].double(), 2 * y, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got[1].double(), y + given[1].double(), rtol=1e-5, atol=1e-5)
+    assert {n.weight_dtype for n in joined} <= {None}
 
 
 def test_explained() -> None:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from mdfuse.backends.symmetric.cuda_sums_kernels import put_term, sum_terms
+
 
 @triton.jit
 def add_and_norm(
@@ -18,22 +20,13 @@ def add_and_norm(
     row, element = tl.program_id(0), tl.arange(0, BLOCK)
     at, is_in = row * WIDTH + element, element < WIDTH
     NARROW: tl.constexpr = src.dtype.element_ty
-    DTYPE: tl.constexpr = tl.pointer_type(src.dtype.element_ty)
-    WORD: tl.constexpr = tl.pointer_type(tl.int32)
     mine = tl.load(src + at, mask=is_in, other=0.0)
     inbox = tl.load(inboxes + INDEX)
-    counts = (inbox + turns_at).to(WORD)  # of posts so far, and of blocks that have begun this one
+    # of posts so far, and of blocks that have begun this one
+    counts = (inbox + turns_at).to(tl.pointer_type(tl.int32))
     turn = tl.load(counts) + 1
-    first = (turn & 1) * MEMBERS
-    for m in tl.static_range(MEMBERS):
-        if m != INDEX:
-            place = tl.load(inboxes + m) + (first + INDEX) * ROOM + row * STRIDE
-            tl.store(tl.multiple_of(place.to(DTYPE), 16) + element, mine, mask=is_in)
-    tl.debug_barrier()  # the signal is behind the stores of all threads
-    for m in tl.static_range(MEMBERS):
-        if m != INDEX:
-            flag = tl.load(inboxes + m) + flags_at + (row * MEMBERS + INDEX) * 4
-            tl.atomic_xchg(flag.to(WORD), turn, sem="release", scope="sys")
+    first, flag = (turn & 1) * MEMBERS * ROOM + row * STRIDE, flags_at + row * MEMBERS * 4
+    put_term(mine, element, is_in, inboxes, first, flag, turn, INDEX, MEMBERS, ROOM)
     # The last block to have read the number of this post writes it, for the next post.
     if tl.atomic_add(counts + 1, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
         tl.store(counts + 1, 0)
@@ -42,20 +35,7 @@ def add_and_norm(
         added = tl.load(residual + at, mask=is_in, other=0.0)
     if HAS_WEIGHT:
         factor = tl.load(weight + element, mask=is_in, other=0.0)
-    for m in tl.static_range(MEMBERS):
-        if m != INDEX:
-            flag = (inbox + flags_at + (row * MEMBERS + m) * 4).to(WORD)
-            while tl.atomic_add(flag, 0, sem="acquire", scope="sys") - turn < 0:
-                pass
-    tl.debug_barrier()  # the loads of all threads are behind the signals
-    wide = tl.zeros([BLOCK], tl.float32)
-    for m in tl.static_range(MEMBERS):
-        if m == INDEX:
-            wide += mine.to(tl.float32)
-        else:
-            place = tl.multiple_of((inbox + (first + m) * ROOM + row * STRIDE).to(DTYPE), 16)
-            term = tl.load(place + element, mask=is_in, other=0.0, cache_modifier=".cg")
-            wide += term.to(tl.float32)
+    wide = sum_terms(mine, element, is_in, inbox, first, flag, turn, INDEX, MEMBERS, ROOM)
     wide = wide.to(NARROW).to(tl.float32)
     if HAS_RESIDUAL:
         wide += added.to(tl.float32)

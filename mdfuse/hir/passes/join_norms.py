@@ -9,15 +9,16 @@
     }                                              %q = linear(%y, %v)
 
 With `Options(backend="symmetric")`, whose ranks on GPUs then compute both in one kernel: rows are
-neither written nor read in between, and a kernel less is started. A sum that takes several steps
-anyway stays as it is, and so does one behind which something else follows.
+neither written nor read in between, and a kernel less is started. Buffers that the kernel writes
+are made before it. A sum that takes several steps anyway stays as it is, and so does one behind
+which something else follows.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 
 from mdfuse.config import Options, backend_choice
@@ -36,35 +37,60 @@ def run(program: HostProgram, options: Options) -> HostProgram:
     """Return the program whose small sums have the norms behind them in units of their own."""
     choice = backend_choice(options.backend)
     is_asked = options.sums == "auto" and is_grouped(options) and SYMMETRIC in choice.names
-    pairs = _pairs(program, choice.usual) if is_asked else {}
+    pairs = [*_pairs(program, choice.usual)] if is_asked else []
     if not pairs:
         return program
     cuts = dict[int, Sequence[Instruction]]()
-    for post, unit, parts in pairs.values():
-        cuts[id(unit)] = parts
-        cuts[id(post)] = (replace(post, attrs=(*post.attrs, ("then", "row_norm"))),)
+    for pair in pairs:
+        cuts.update({id(i): () for i in pair.new})
+        cuts[id(pair.unit)] = pair.parts
+        joined = replace(pair.post, attrs=(*pair.post.attrs, ("then", "row_norm")))
+        cuts[id(pair.post)] = (*pair.new, joined)
     return replace(program, instructions=replaced(program.instructions, cuts, count()))
 
 
-def _pairs(
-    program: HostProgram, usual: str
-) -> dict[int, tuple[Instruction, Instruction, Sequence[Instruction]]]:
-    """Return place of a sum -> its post, the unit behind it, and the parts of that unit."""
-    block, flow = program.instructions, dataflow(program)
-    readers = SumReaders.of(program)
-    pairs = dict[int, tuple[Instruction, Instruction, Sequence[Instruction]]]()
-    for n, post in enumerate(block):
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """A sum and the norm behind it.
+
+    Attributes:
+        post: of the sum.
+        new: the buffers for results that are made behind the post.
+        unit: behind its wait.
+        parts: of the unit: the norm, and what is left.
+    """
+
+    post: Instruction
+    new: Sequence[Instruction]
+    unit: Instruction
+    parts: Sequence[Instruction]
+
+
+def _pairs(program: HostProgram, usual: str) -> Iterator[_Pair]:
+    """Yield the sums and norms that one kernel may compute."""
+    flow, readers = dataflow(program), SumReaders.of(program)
+    for n, post in enumerate(program.instructions):
         if not is_sum(post) or (post.comm.backend or usual) != SYMMETRIC:  # type: ignore[union-attr]
             continue
-        at = unit_behind(block, n)
+        new, block = _made_first(program.instructions, n)
+        at = unit_behind(block, len(new))
         if at is None:
             continue
         unit = block[at]
         is_read = readers.are_elsewhere(post, unit)
         chain = norm_behind(program, post, unit, is_read=is_read)
         if chain is not None and _is_small(program, post, chain) and _goes_first(flow, unit, chain):
-            pairs[n] = post, unit, _parts(unit, chain)
-    return pairs
+            yield _Pair(post, new, unit, _parts(unit, chain))
+
+
+def _made_first(
+    block: Sequence[Instruction], at: int
+) -> tuple[Sequence[Instruction], Sequence[Instruction]]:
+    """Return the buffers for results of the next unit, and it behind these, the post and others."""
+    end = next((n for n in range(at, len(block)) if block[n].op == "launch"), at)
+    results, behind = {*block[end].outputs}, block[at : end + 1]
+    new = [i for i in behind if i.op == "alloc" and not results.isdisjoint(i.outputs)]
+    return new, [*new, *(i for i in behind if i not in new)]
 
 
 def _is_small(program: HostProgram, post: Instruction, chain: NormChain) -> bool:
@@ -86,8 +112,7 @@ def _goes_first(flow: Dataflow, unit: Instruction, chain: NormChain) -> bool:
             ahead |= flow.effects(i)
         elif ahead.meet(flow.effects(i)):
             return False
-    results = [x for i in chain.steps for x in i.outputs]
-    return len({*results}) == len(results) and {*results}.isdisjoint(unit.inputs)
+    return True
 
 
 def _parts(unit: Instruction, chain: NormChain) -> Sequence[Instruction]:

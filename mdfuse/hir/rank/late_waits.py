@@ -11,19 +11,21 @@
 A program for all ranks waits where what arrives is used, which is nothing on a rank to which
 nothing comes. There the wait stands before the next such post, so that one buffer more is alive,
 or before what writes where the post reads, or at the end. It stays on its stream. Where parts of a
-loop take turns it is late already: the next iteration's post stands before it.
+loop take turns it is late already: the next iteration's post stands before it. No wait comes
+between a sum and a norm that one kernel may compute: that kernel writes when the sum is posted.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mdfuse.hir.analysis.dataflow import Dataflow, current_streams, dataflow
 from mdfuse.hir.edits import Edits
 from mdfuse.hir.instructions import BLOCKS, only_sends
 from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.hir.row_norms import unit_behind
 from mdfuse.names import base_name
 
 #: Instructions that a wait is not moved past.
@@ -44,12 +46,13 @@ def _moved(flow: Dataflow, block: Sequence[Instruction]) -> tuple[Instruction, .
     """Return a block with such waits moved down, and with them the frees of what was sent."""
     code = [_inside(flow, i) for i in block]
     edits, streams = Edits(code), current_streams(code)
+    posts = {unit_behind(code, n): n for n, i in enumerate(code) if "then" in i.kwargs}
     passed = defaultdict[str, list[range]](list)  # memory -> positions that its waits moved past
     sent = {i.outputs[0]: flow.memory(i.reads[0]) for i in code if only_sends(i)}
     for n, i in enumerate(code):
         if i.op == "wait" and not i.attrs and i.reads[0] in sent and not _is_late(code, n):
             source = sent[i.reads[0]]
-            to = _latest(flow, code, streams, n, source)
+            to = _latest(flow, code, streams, posts, n, source)
             edits.move(n, to)
             passed[source].append(range(n + 1, to))
     for n, i in enumerate(code):
@@ -81,6 +84,7 @@ def _latest(
     flow: Dataflow,
     code: Sequence[Instruction],
     streams: Sequence[Instruction | None],
+    posts: Mapping[int | None, int],
     at: int,
     source: str,
 ) -> int:
@@ -90,13 +94,14 @@ def _latest(
         flow: of the program.
         code: the block.
         streams: its current streams.
+        posts: units that may be computed with the sums before them -> the posts of these.
         at: where the wait stands.
         source: the memory that is being sent.
     """
     latest = at + 1
     for n in range(at + 1, len(code)):
         i, is_same = code[n], streams[n - 1] == streams[at]
-        latest = n if is_same else latest
+        latest = posts.get(n, n) if is_same else latest
         is_stop = i.op in _STOPS or only_sends(i) or source in flow.effects(i).writes
         if is_stop or (i.op == "sync" and not is_same):
             return latest  # another stream waits for all that this one waited for

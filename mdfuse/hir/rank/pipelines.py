@@ -14,6 +14,7 @@ from mdfuse.hir.program import HostProgram
 from mdfuse.hir.rank import accumulate_in_place, late_waits, local_streams
 from mdfuse.hir.rank.execute import projected
 from mdfuse.hir.rank.unrolled import RankPass, written_out
+from mdfuse.hir.row_norms import with_sure_norms
 
 #: A pass over a projection, beside the program for all ranks.
 Projected = Callable[[HostProgram, HostProgram], HostProgram]
@@ -37,7 +38,7 @@ def project(program: HostProgram, rank: int) -> HostProgram:
     """Return the projection for one rank; a projection is returned as it is."""
     if program.rank is not None:
         return program
-    mine = projected(program, rank)
+    mine = projected(with_sure_norms(program), rank)
     for _, run in PROJECTION:
         mine = run(mine, program)
     return mine

@@ -87,6 +87,27 @@ def test_what_stays(name: str) -> None:
     assert host == hir.parse(text) and "then=" not in str(host)
 
 
+def test_buffers_that_the_kernel_writes_are_made_before_the_post() -> None:
+    """An arena has room for them from there on; what else is made behind the post stays there."""
+    text = TEXT.replace(
+        "  wait %c\n",
+        "  %t: bf16[4,8] (tp=R) = alloc(memory=symmetric)\n  wait %c\n"
+        "  %k: bf16[4,8] (tp=R) = alloc\n",
+    ).replace("    %t: bf16[4,8] (tp=R) = add", "    %t = add")
+    code = [(i.op, i.outputs) for i in passed(text)][:6]
+    made = [("alloc", ("s",)), ("alloc", ("t",)), ("post", ("c",)), ("wait", ())]
+    assert code == [*made, ("alloc", ("k",)), ("launch", ("t", "y"))]
+
+
+def test_a_name_that_is_freed_in_between_stays_another_value() -> None:
+    text = TEXT.replace(
+        "  %s: bf16[4,8] (tp=R) = alloc\n",
+        "  %t: bf16[4,8] (tp=R) = exp(%r)\n  %s: bf16[4,8] (tp=R) = alloc\n",
+    ).replace("  wait %c\n", "  wait %c\n  free %t\n  %t = alloc\n")
+    program = hir.parse(text.replace("    %t: bf16[4,8] (tp=R) = add", "    %t = add"))
+    assert join_norms.run(program, OPTIONS) == program
+
+
 def test_options_that_leave_it() -> None:
     apart = Options(backend=OPTIONS.backend, compile="always", sums="apart")
     for options in (apart, Options(backend=OPTIONS.backend), Options(compile="always")):
