@@ -33,7 +33,7 @@ import torch
 from mdfuse.config import Options
 from mdfuse.errors import BACKWARD, RECOMPUTED
 from mdfuse.hir.analysis.dataflow import Dataflow, Effects, dataflow
-from mdfuse.hir.instructions import is_elementwise, is_library, is_local, op_of, reads_nothing
+from mdfuse.hir.instructions import is_elementwise, is_library, is_local, is_work, op_of
 from mdfuse.hir.passes.repeats import pieces
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.ir.dims import Shape
@@ -322,8 +322,7 @@ class _Groups:
         return [unit for piece in pieces(self.program, taken) for unit in self.unit(piece)]
 
     def unit(self, taken: Sequence[Instruction]) -> Sequence[Instruction]:
-        works = [i for i in taken if not reads_nothing(i)]
-        if len(works) < 2 or all(is_library(i) or i.op == "accumulate" for i in works):
+        if not is_work(taken):
             return taken
         inner = Counter(x for i in taken for x in i.reads)
         results: dict[str, None] = {}

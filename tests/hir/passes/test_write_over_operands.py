@@ -7,7 +7,7 @@ import torch
 
 import mdfuse as mf
 from mdfuse import Options
-from mdfuse.hir.passes import write_over_operands
+from mdfuse.hir.passes import large_values, write_over_operands
 from mdfuse.hir.program import HostProgram
 from mdfuse.hir.text.parser import parse
 from mdfuse.hir.verify.check import verify
@@ -18,7 +18,7 @@ T, V = "f64[4,4] (x=R)", "f64[2,8] (x=R)"
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Results of any size."""
-    monkeypatch.setattr(write_over_operands, "LEAST", 0)
+    monkeypatch.setattr(large_values, "LEAST", 0)
 
 
 def text(unit: str, behind: str = "", returns: str = "%z", before: str = "") -> str:
@@ -149,9 +149,9 @@ def test_where_nothing_lies(name: str) -> None:
 
 
 def test_only_large_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_over_operands, "LEAST", 4 * 4 * 8 + 1)
+    monkeypatch.setattr(large_values, "LEAST", 4 * 4 * 8 + 1)
     check(text(ONE, Z), {})
-    monkeypatch.setattr(write_over_operands, "LEAST", 4 * 4 * 8)
+    monkeypatch.setattr(large_values, "LEAST", 4 * 4 * 8)
     check(text(ONE, Z), {"y": "h"})
 
 

@@ -1,0 +1,86 @@
+"""Part products from the work between them, where that may lie over what dies there.
+
+    launch f(%dy, %v, %g, %w) -> %dx, %dw {         %dm = matmul(%dy, %v)
+      %dm = matmul(%dy, %v)                         launch f(%dm, %g) -> %dg {
+      %s = sigmoid(%g)                                %s = sigmoid(%g)
+      %dg = mul(%dm, %s)                    ->        %dg = mul(%dm, %s)
+      %dx = matmul(%dg, %w)                         }
+      ...                                           %dx = matmul(%dg, %w)
+    }                                               ...
+
+What dies in the unit is then the memory of what is computed of it element by element: the next
+pass, `write_over_operands`, says so. Only where nothing but products and views is left: a compiler
+calls a library for these in any case, so that there are as many kernels as before.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mdfuse.config import Options
+from mdfuse.hir.analysis.dataflow import dataflow
+from mdfuse.hir.instructions import is_elementwise, is_library, is_work, row_of
+from mdfuse.hir.passes.cut_units import is_plain, part_of
+from mdfuse.hir.passes.large_values import (
+    has_numbers,
+    has_units_in_order,
+    is_large,
+    is_own,
+    last_uses,
+    pinned,
+)
+from mdfuse.hir.program import HostProgram, Instruction
+
+name = "part_products"
+
+
+def run(program: HostProgram, options: Options) -> HostProgram:
+    """Return the program with such units parted, where launches are made."""
+    if not has_units_in_order(program, options) or not has_numbers(program):
+        return program
+    flow, code = dataflow(program), list[Instruction]()
+    lasts, fixed = last_uses(flow), pinned(program)
+    for n, unit in enumerate(program.instructions):
+        parts = _parted(unit) if unit.op == "launch" and is_plain(unit) else None
+        if parts is None:
+            code.append(unit)
+            continue
+        ahead, inside, behind = parts
+        part, read = part_of(unit, inside, behind), {x for i in behind for x in i.reads}
+        names = Counter(map(flow.memory, unit.reads))
+        given = {x for x in unit.reads if lasts[x] == n and is_own(flow, x) and names[x] == 1}
+        products = {x for i in ahead if is_library(i) for x in i.outputs}.difference(unit.outputs)
+        gone = (given | products).intersection(part.reads) - fixed - read
+        places = {program.types[x] for x in gone}
+        results = (x for x in part.outputs if x in read and x not in fixed)
+        is_less = any(is_large(program, x) and program.types[x] in places for x in results)
+        code += (*ahead, part, *behind) if is_less else (unit,)
+    return replace(program, instructions=tuple(code))
+
+
+def _parted(unit: Instruction) -> Sequence[tuple[Instruction, ...]] | None:
+    """Return a unit's work element by element, with products that it reads, and those behind it.
+
+    None: it has other work, or none in front of products.
+    """
+    inside = [i for i in unit.body if is_elementwise(i) and i.order is None]
+    others = [i for i in unit.body if i not in inside]
+    if not is_work(inside) or not all(is_library(i) or _is_view(i) for i in others):
+        return None
+    needed, ahead = {x for i in inside for x in i.reads}, list[Instruction]()
+    for i in reversed(others):
+        if not needed.isdisjoint(i.outputs):
+            ahead.append(i)
+            needed.update(i.reads)
+    behind = [i for i in others if i not in ahead]
+    computed = {x for i in inside for x in i.outputs}
+    if any(map(is_library, behind)) and computed.isdisjoint(x for i in ahead for x in i.reads):
+        return tuple(ahead[::-1]), tuple(inside), tuple(behind)
+    return None
+
+
+def _is_view(i: Instruction) -> bool:
+    row = row_of(i)
+    return row is not None and row.is_view and i.order is None
