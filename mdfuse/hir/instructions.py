@@ -205,6 +205,12 @@ def is_library(i: Instruction) -> bool:
     return row is not None and row.is_library
 
 
+def may_share(i: Instruction) -> bool:
+    """Return whether the result of an instruction may share the memory of an operand."""
+    row = row_of(i)
+    return row is not None and row.is_view
+
+
 def reads_nothing(i: Instruction) -> bool:
     """Return whether an instruction is a view that reads no element: no work for a device."""
     row = row_of(i)

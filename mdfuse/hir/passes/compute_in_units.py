@@ -16,20 +16,13 @@ that a unit does not read yet be no more bytes than the value.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from mdfuse.config import Options
-from mdfuse.hir.analysis.dataflow import Dataflow, dataflow
+from mdfuse.hir.analysis.dataflow import Dataflow, dataflow, pinned
 from mdfuse.hir.instructions import is_elementwise, is_work
-from mdfuse.hir.passes.large_values import (
-    has_numbers,
-    has_units_in_order,
-    is_large,
-    is_own,
-    last_uses,
-    pinned,
-)
+from mdfuse.hir.passes.large_values import has_numbers, has_units_in_order, is_large
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.ir.graph import fresh_name
 
@@ -41,14 +34,17 @@ def run(program: HostProgram, options: Options) -> HostProgram:
     if not has_units_in_order(program, options) or not has_numbers(program):
         return program
     flow = dataflow(program)
-    units = _Units(
-        program, flow, pinned(program), last_uses(flow), [*flow.code], dict(program.types)
-    )
+    units = _Units(program, flow, pinned(program), [*flow.code], dict(program.types))
     for n, i in enumerate(flow.code):
         for x in i.outputs if i.op == "launch" else ():
             units.move(n, x)
+    if not units.changed:
+        return program
     code = tuple(j for i in units.code for j in _as_work(i))
-    return replace(program, instructions=code, types=units.types)
+    bound = {x for i in code for j in i.walk() for x in j.outputs}
+    gone = {x for i in units.changed for j in i.walk() for x in j.outputs} - bound
+    types = {x: kind for x, kind in units.types.items() if x not in gone}
+    return replace(program, instructions=code, types=types)
 
 
 @dataclass(eq=False)
@@ -59,22 +55,22 @@ class _Units:
         program: before the pass.
         flow: its dataflow.
         pinned: names that are in use whoever reads them.
-        lasts: memory -> the position where it is used last.
         code: the instructions.
         types: of all names.
+        changed: the instructions that others have replaced.
     """
 
     program: HostProgram
     flow: Dataflow
     pinned: frozenset[str]
-    lasts: Mapping[str, int]
     code: list[Instruction]
     types: dict[str, BufferType]
+    changed: list[Instruction] = field(default_factory=list)
 
     def move(self, n: int, x: str) -> None:
         """Let the readers of a result of a unit compute it, if that takes no more memory."""
         readers = self.flow.readers(x)
-        is_alone = x not in self.pinned and is_own(self.flow, x) and self.flow.results(x) == [n]
+        is_alone = x not in self.pinned and self.flow.is_own(x) and self.flow.results(x) == [n]
         if not is_alone or not readers or not is_large(self.program, x):
             return
         if any(self.code[r].op != "launch" for r in readers):
@@ -82,6 +78,7 @@ class _Units:
         chain = _chain(self.code[n], x)
         if not chain or not self.are_there(chain, n, readers):
             return
+        self.changed += [self.code[at] for at in (n, *readers)]
         self.code[n] = _of_body(self.code[n], self.code[n].body, {x})
         for r in readers:
             names = dict[str, str]()
@@ -98,7 +95,7 @@ class _Units:
         last = max(readers)
         for x in operands:
             memory = self.flow.memory(x)
-            is_alive = memory in self.pinned or self.lasts[memory] >= last
+            is_alive = memory in self.pinned or self.flow.used_at[memory][-1] >= last
             written = self.flow.written_at.get(memory, ())
             if not is_alive or any(n <= at <= last for at in written):
                 return False

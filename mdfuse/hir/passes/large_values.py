@@ -5,8 +5,9 @@ from __future__ import annotations
 from mdfuse.config import Options
 from mdfuse.extents.extent import is_symbolic
 from mdfuse.hir.analysis.dataflow import Dataflow
+from mdfuse.hir.instructions import may_share, op_of
 from mdfuse.hir.passes.form_fusion_groups import is_grouped
-from mdfuse.hir.program import HostProgram
+from mdfuse.hir.program import HostProgram, Instruction
 
 #: Bytes from which on passes look at the life of a value: others are little of a program's memory.
 LEAST = 16 << 20
@@ -29,23 +30,28 @@ def is_large(program: HostProgram, x: str) -> bool:
     return program.types[x].layout is not None and program.types[x].nbytes() >= LEAST
 
 
-def is_own(flow: Dataflow, x: str) -> bool:
-    """Tell whether a name has plain memory of its own."""
-    binder = flow.binders.get(x)
-    is_plain = binder is not None and not (binder.op == "alloc" and binder.attrs)
-    return is_plain and flow.memory(x) == x
+def lies_as_planned(flow: Dataflow, x: str, i: Instruction) -> bool:
+    """Tell whether a plan knows the strides of a value, which a unit must that writes over it.
 
+    Those of a compiled unit's results it is told, and other buffers are the plan's, unless torch
+    makes them. How many rows the host counts in a run it does not know.
 
-def pinned(program: HostProgram) -> frozenset[str]:
-    """Return the names that are in use whoever reads them: inputs, outputs, what shares a place."""
-    aliases = {*program.aliases, *map(program.root, program.aliases)}
-    return frozenset({*program.inputs, *program.outputs, *aliases})
-
-
-def last_uses(flow: Dataflow) -> dict[str, int]:
-    """Return memory, and each name, -> the position where it is used last."""
-    lasts = dict[str, int]()
-    for n, i in enumerate(flow.code):
-        effects = flow.effects(i)
-        lasts.update(dict.fromkeys((*effects.reads, *effects.writes), n))
-    return lasts
+    Args:
+        flow: of the program.
+        x: the value.
+        i: what makes it.
+    """
+    counts = flow.binders.get(flow.types[x].counts or "")
+    if counts is not None and counts.op == "fetch":
+        return False
+    if i.op == "launch":
+        if len([j for j in i.body if not may_share(j)]) > 1:
+            return True
+        i = next(j for j in i.body if x in j.outputs)  # a call alone is not compiled
+    if i.op == "alloc" or i.order is not None:
+        return True
+    op, first = op_of(i), i.inputs[0] if i.inputs else None
+    if op is None or op.results > 1 or not isinstance(first, str):
+        return False
+    is_filled = op.writes.form is not None and (op.writes.is_exact or op.writes.is_product)
+    return is_filled and flow.types[first].layout is not None

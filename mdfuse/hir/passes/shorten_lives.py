@@ -19,15 +19,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from mdfuse.config import Options
-from mdfuse.hir.analysis.dataflow import Dataflow, dataflow
+from mdfuse.hir.analysis.dataflow import Dataflow, dataflow, pinned
 from mdfuse.hir.instructions import is_elementwise, is_library, is_local
-from mdfuse.hir.passes.large_values import (
-    has_numbers,
-    has_units_in_order,
-    is_large,
-    is_own,
-    pinned,
-)
+from mdfuse.hir.passes.large_values import has_numbers, has_units_in_order, is_large
 from mdfuse.hir.program import HostProgram, Instruction
 
 name = "shorten_lives"
@@ -77,7 +71,7 @@ class _Lives:
         if len(i.outputs) != 1 or i.outputs[0] in self.pinned or not is_local(i):
             return False
         (x,) = i.outputs
-        is_alone = is_own(self.flow, x) and len(self.flow.results(x)) == 1
+        is_alone = self.flow.is_own(x) and len(self.flow.results(x)) == 1
         return is_alone and is_large(self.program, x)
 
     def dying(self, i: Instruction, among: Iterable[Instruction]) -> list[str]:

@@ -19,10 +19,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from mdfuse.config import Options
-from mdfuse.hir.analysis.dataflow import dataflow
+from mdfuse.hir.analysis.dataflow import dataflow, pinned
 from mdfuse.hir.emit.sets import copy_into
 from mdfuse.hir.instructions import is_elementwise
-from mdfuse.hir.passes.large_values import has_units_in_order, is_large
+from mdfuse.hir.passes.large_values import has_units_in_order, is_large, lies_as_planned
 from mdfuse.hir.program import HostProgram, Instruction
 
 name = "write_over_operands"
@@ -52,15 +52,16 @@ def run(program: HostProgram, options: Options) -> HostProgram:
 
 def _pairs(program: HostProgram) -> Iterator[tuple[int, dict[str, str]]]:
     """Yield the positions of units, each with result -> operand."""
-    flow, pinned = dataflow(program), {*program.outputs, *program.aliases.values()}
+    flow, fixed = dataflow(program), pinned(program)
     for n, unit in enumerate(program.instructions):
         if unit.op != "launch":
             continue
         reads, chosen = dict.fromkeys(unit.reads), dict[str, str]()
         parts = Counter(map(flow.memory, reads))  # the unit may read views of an operand, too
-        free = [x for x in reads if parts[x] == 1]
+        free = [x for x in reads if parts[x] == 1 and flow.is_own(x)]
+        free = [x for x in free if lies_as_planned(flow, x, flow.code[flow.bound_at(x)])]
         for y in unit.outputs:
-            is_free = y not in pinned and flow.is_own(y) and flow.results(y) == [n]
+            is_free = y not in fixed and flow.is_own(y) and flow.results(y) == [n]
             if is_free and is_large(program, y):
                 over = (x for x in free if flow.may_lie_over(y, x, n))
                 x = next((x for x in over if _is_by_element(program, unit, y, x)), None)

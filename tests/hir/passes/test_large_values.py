@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import random
+from typing import Any, Literal
+
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import compiled_suite, sampling
+from helpers.oracle import check_everywhere
 from torch import Tensor
 
 import mdfuse as mf
@@ -13,6 +18,7 @@ from mdfuse.hir.instructions import is_elementwise
 from mdfuse.hir.passes import large_values
 from mdfuse.hir.program import HostProgram
 from mdfuse.hir.verify.check import verify
+from mdfuse.ir import groups
 from mdfuse.seeing.memory_use import memory_of
 
 MESH, SPLIT = DeviceMesh.arange(cp=2), {"cp": Shard(0, zigzag=True)}
@@ -93,3 +99,60 @@ def test_a_unit_of_elements_writes_over_what_dies(program: mf.Program) -> None:
 
 def products(host: HostProgram) -> int:
     return sum(i.fn in ("matmul", "linear") for i in host.walk())
+
+
+# -- rows that are counted -------------------------------------------------------------------------
+
+
+def experts(draw: random.Random, counts: Literal["host", "device"]) -> tuple[mf.Program, Any]:
+    """A gated product of each expert, whose rows a run counts, with a bias or none; gradients."""
+    ep, t, e = draw.choice((1, 2, 3)), draw.choice((1, 6, 8)), draw.choice((2, 3, 5))
+    mesh, d, h = DeviceMesh.arange(dp=2, ep=ep), draw.choice((2, 4)), draw.choice((3, 5))
+    split, there = {a: Shard(0) for a in ("dp", "ep")}, {"dp": Shard(0), "ep": Shard(1)}
+    g = torch.Generator().manual_seed(t)
+    ids = torch.rand(t, e, generator=g).topk(draw.choice((1, 2)), -1).indices
+    shapes = [(t, d), *[(e, d, h)] * 2, (e, 1, h), (e, h, d)]
+    values = [torch.randn(s, dtype=torch.float64, generator=g) for s in shapes]
+    is_smooth, has_bias = draw.random() < 0.5, draw.random() < 0.5
+
+    def units(a: Any, u: Any) -> Any:
+        return F.silu(a).sigmoid() * u if is_smooth else F.silu(a) * u
+
+    with mf.FusionDefinition("experts") as fd:
+        x = fd.define_tensor((t, d), torch.float64, mesh, split)
+        places = fd.define_tensor([*ids.shape], torch.int64, mesh, split)
+        layout = {"ep": Shard(0)}
+        up, gate, bias, down = (
+            fd.define_tensor(s, torch.float64, mesh, layout) for s in shapes[1:]
+        )
+        n = fd.ops.counts(places, experts=e, parts=mesh.size)
+        rows = fd.ops.set(fd.ops.group_rows(x, places, n)).on(mesh, there)
+        a = fd.ops.grouped_mm(rows, up) + bias if has_bias else fd.ops.grouped_mm(rows, up)
+        y = fd.ops.grouped_mm(units(a, fd.ops.grouped_mm(rows, gate)), down)
+        y = fd.ops.ungroup_rows(fd.ops.set(y).on(mesh, split), places)
+        for result in (y, *mf.grad((y * y).sum(), [x, up, gate, down])):
+            fd.add_output(result)
+    leaves = [v.clone().requires_grad_() for v in values]
+    x, up, gate, bias, down = leaves
+    of = ids.T.flatten()
+    each = x.repeat(ids.shape[1], 1).unsqueeze(1)
+    a = each @ up[of] + bias[of] * has_bias
+    y = (units(a, each @ gate[of]) @ down[of]).view(*ids.T.shape, d).sum(0)
+    slopes = torch.autograd.grad((y * y).sum(), [x, up, gate, down])
+    program = mf.compile(fd, mf.Options(counts=counts, compile="always"))
+    return program, ([values[0], ids, *values[1:]], [y.detach(), *slopes])
+
+
+@pytest.mark.parametrize("counts", ["host", "device"])
+@pytest.mark.parametrize("seed", sampling.window(24, 12))
+def test_units_write_over_no_rows_of_unknown_strides(
+    monkeypatch: pytest.MonkeyPatch, seed: int, counts: Literal["host", "device"]
+) -> None:
+    refused = compiled_suite.REFUSED.copy()
+    monkeypatch.setattr(groups, "may_look", lambda _: False)
+    with compiled_suite.launches(), monkeypatch.context() as patch:
+        patch.setattr(large_values, "LEAST", 1)
+        program, (inputs, wanted) = experts(random.Random(seed), counts)
+        verify(program.host)
+        check_everywhere(program, inputs, wanted, schedule=seed)
+    assert refused == compiled_suite.REFUSED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers import compiled_suite
 
 import mdfuse as mf
 from mdfuse import Options
@@ -146,6 +147,26 @@ NOT = {
 @pytest.mark.parametrize("name", NOT)
 def test_where_nothing_lies(name: str) -> None:
     check(NOT[name], {})
+
+
+#: What makes an operand -> whether a plan knows its strides, however those of its operands are.
+MAKERS = {
+    "matmul(%x, %w)": True, "mul(%x, %w)": True, "sin(%x)": False, "sin(%x) contiguous": True,
+    "softmax(%x, dim=0)": False, "sub(1.0, %x)": False, "full(2.0, shape=[4,4], dtype=f64)": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_nothing_lies_over_what_torch_lays_out(maker: str) -> None:
+    """A unit that writes into memory is compiled for its strides; operands here lie by columns."""
+    program, after, pairs = run(text(ONE, Z).replace("matmul(%x, %w)", maker))
+    assert pairs == ({"y": "h"} if MAKERS[maker] else {})
+    x, w = (torch.randn(4, 4, dtype=torch.float64).t() for _ in range(2))
+    refused = compiled_suite.REFUSED.copy()
+    with compiled_suite.launches():
+        (got,) = mf.simulate(after, [x, w]).outputs
+    assert refused == compiled_suite.REFUSED
+    torch.testing.assert_close(got, *mf.simulate(program, [x, w]).outputs, rtol=0, atol=0)
 
 
 def test_only_large_results(monkeypatch: pytest.MonkeyPatch) -> None:
