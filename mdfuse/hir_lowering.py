@@ -14,6 +14,7 @@ from mdfuse.hir.emit.stage_blocks import Pipeline
 from mdfuse.hir.passes import (
     assign_streams,
     block_streams,
+    compute_in_units,
     cut_loops,
     cut_units,
     fill_outputs,
@@ -24,9 +25,11 @@ from mdfuse.hir.passes import (
     join_norms,
     keep_wide,
     name_backends,
+    part_products,
     place_symmetric,
     post_layers,
     share_types,
+    shorten_lives,
     sink_waits,
     write_over_operands,
 )
@@ -208,13 +211,19 @@ HOST_PASSES: tuple[tuple[str, HostPass], ...] = (
     (block_streams.name, block_streams.run),
     # Needs the streams, for it leaves programs alone that have some; before units exist.
     (fill_outputs.name, fill_outputs.run),
+    # Needs the places of posts and waits, past which it moves work; before units exist.
+    (shorten_lives.name, shorten_lives.run),
     # Needs the streams: work of two streams is no unit.
     (form_fusion_groups.name, form_fusion_groups.run),
+    # Needs all units, which compute what others hand on.
+    (compute_in_units.name, compute_in_units.run),
     # Needs all units, which it compares.
     (cut_units.name, cut_units.run),
     # Needs the final units, whose equal ones it leaves equal.
     (join_norms.name, join_norms.run),
-    # Needs all units, whose equal ones it leaves equal; it moves last uses.
+    # Likewise; the next pass sees the parts.
+    (part_products.name, part_products.run),
+    # Likewise; it moves last uses.
     (write_over_operands.name, write_over_operands.run),
     # After the passes that move uses.
     (insert_frees.name, insert_frees.run),

@@ -5,7 +5,7 @@ A row of the op table is an instruction, too, with the same properties (`row_of`
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Literal
@@ -205,10 +205,22 @@ def is_library(i: Instruction) -> bool:
     return row is not None and row.is_library
 
 
+def may_share(i: Instruction) -> bool:
+    """Return whether the result of an instruction may share the memory of an operand."""
+    row = row_of(i)
+    return row is not None and row.is_view
+
+
 def reads_nothing(i: Instruction) -> bool:
     """Return whether an instruction is a view that reads no element: no work for a device."""
     row = row_of(i)
     return i.order is None and row is not None and row.is_pure_view
+
+
+def is_work(code: Sequence[Instruction]) -> bool:
+    """Return whether there are two steps of work, not of a library alone; others need no unit."""
+    works = [i for i in code if not reads_nothing(i)]
+    return len(works) > 1 and not all(is_library(i) or i.op == "accumulate" for i in works)
 
 
 def row_of(i: Instruction) -> Row | None:

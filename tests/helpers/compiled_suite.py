@@ -16,7 +16,7 @@ import pytest
 from helpers.stand_in_compiler import Compiled
 from mdfuse import evaluator
 from mdfuse.config import Options
-from mdfuse.hir.passes import fill_outputs, write_over_operands
+from mdfuse.hir.passes import fill_outputs, large_values
 from mdfuse.plan import inductor
 from mdfuse.plan.context import Context
 from mdfuse.plan.fusing import Fuser
@@ -55,7 +55,7 @@ def launches() -> Iterator[None]:
         patch.setattr(inductor, "compiled", compiled)
         patch.setattr(inductor, "folder", lambda: None)
         patch.setattr(fill_outputs, "LEAST", 0)
-        patch.setattr(write_over_operands, "LEAST", 0)
+        patch.setattr(large_values, "LEAST", 0)
         patch.setitem(Options.__init__.__kwdefaults__, "compile", "always")  # type: ignore[misc]
         patch.setattr(evaluator, "Fuser", lambda must, *rest: Noting(False, *rest))
         build = prepared.build

@@ -311,6 +311,13 @@ def dataflow(program: HostProgram) -> Dataflow:
     )
 
 
+@once
+def pinned(program: HostProgram) -> frozenset[str]:
+    """Return the names that are in use whoever reads them: inputs, outputs, what shares a place."""
+    aliases = {*program.aliases, *map(program.root, program.aliases)}
+    return frozenset({*program.inputs, *program.outputs, *aliases})
+
+
 def storage(program: HostProgram) -> dict[str, str]:
     """Return name -> the name whose memory it may share; itself where it has memory of its own."""
     return dataflow(program).memories

@@ -25,8 +25,8 @@ from itertools import count
 from typing import NamedTuple
 
 from mdfuse.config import Options
-from mdfuse.extents.extent import is_symbolic
-from mdfuse.hir.instructions import is_library, reads_nothing
+from mdfuse.hir.instructions import is_work
+from mdfuse.hir.passes.large_values import has_numbers
 from mdfuse.hir.passes.repeats import LEAST, keys
 from mdfuse.hir.program import HostProgram, Instruction
 
@@ -35,8 +35,8 @@ name = "cut_units"
 
 def run(program: HostProgram, options: Options) -> HostProgram:
     """Return the program with its longer units cut."""
-    if any(is_symbolic(n) for kind in program.types.values() for n in kind.shape):
-        return program  # to compare extents would decide about those that runs choose
+    if not has_numbers(program):
+        return program
     units = [i for i in program.instructions if i.op == "launch"]
     uses = Counter(_key(program, i) for i in units)
     often = {key: n for key, n in uses.items() if n > 1 and len(key.steps) >= LEAST}
@@ -68,18 +68,18 @@ def _parts(
 ) -> list[Instruction] | None:
     """Return what a unit, of which there are so many, is cut into; None: it stays."""
     body = unit.body
-    if not _is_plain(unit):
+    if not is_plain(unit):
         return None
     lengths = {len(k.steps) for k, n in often.items() if len(k.steps) < len(body) and n > uses}
     for length in sorted(lengths, reverse=True):
         for at in (len(body) - length, length):
             parts = part_of(unit, body[:at], body[at:]), part_of(unit, body[at:], ())
             if any(often.get(_key(program, x), 0) > uses for x in parts):
-                return [i for x in parts for i in ((x,) if is_work(x) else x.body)]
+                return [i for x in parts for i in ((x,) if is_work(x.body) else x.body)]
     return None
 
 
-def _is_plain(unit: Instruction) -> bool:
+def is_plain(unit: Instruction) -> bool:
     """Return whether each of its results is written once, into memory of its own."""
     results = [x for i in unit.body for x in i.outputs]
     return len({*results}) == len(results) and {*results}.isdisjoint(unit.inputs)
@@ -95,12 +95,6 @@ def part_of(
     outputs = tuple(x for x in computed if x in read)
     source = part[0].source
     return replace(unit, inputs=tuple(taken), outputs=outputs, body=tuple(part), source=source)
-
-
-def is_work(unit: Instruction) -> bool:
-    """Return whether a unit has two steps of work, not of a library alone; others need no unit."""
-    works = [i for i in unit.body if not reads_nothing(i)]
-    return len(works) > 1 and not all(is_library(i) or i.op == "accumulate" for i in works)
 
 
 def replaced(

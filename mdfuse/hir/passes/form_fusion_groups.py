@@ -32,8 +32,8 @@ import torch
 
 from mdfuse.config import Options
 from mdfuse.errors import BACKWARD, RECOMPUTED
-from mdfuse.hir.analysis.dataflow import Dataflow, Effects, dataflow
-from mdfuse.hir.instructions import is_elementwise, is_library, is_local, op_of, reads_nothing
+from mdfuse.hir.analysis.dataflow import Dataflow, Effects, dataflow, pinned
+from mdfuse.hir.instructions import is_elementwise, is_library, is_local, is_work, op_of
 from mdfuse.hir.passes.repeats import pieces
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.ir.dims import Shape
@@ -91,8 +91,6 @@ class _Groups:
 
     @classmethod
     def of(cls, program: HostProgram) -> _Groups:
-        aliases = {*program.aliases, *map(program.root, program.aliases)}
-        pinned = frozenset({*program.inputs, *program.outputs, *aliases})
         readers: dict[str, list[Instruction]] = defaultdict(list)
         for i in (i for i in program.walk() if i.op != "launch"):
             for x in i.reads:
@@ -102,7 +100,7 @@ class _Groups:
         writes = Counter(x for i in program.instructions for x in i.outputs)
         filled = frozenset(x for x in program.outputs if writes[x] > 1)
         flow = dataflow(program)
-        return cls(program, flow, readers, summed, pinned, filled, set(program.inputs))
+        return cls(program, flow, readers, summed, pinned(program), filled, set(program.inputs))
 
     def block(self, block: Sequence[Instruction]) -> tuple[Instruction, ...]:
         """Return a block with units; nothing waits beyond its end."""
@@ -322,8 +320,7 @@ class _Groups:
         return [unit for piece in pieces(self.program, taken) for unit in self.unit(piece)]
 
     def unit(self, taken: Sequence[Instruction]) -> Sequence[Instruction]:
-        works = [i for i in taken if not reads_nothing(i)]
-        if len(works) < 2 or all(is_library(i) or i.op == "accumulate" for i in works):
+        if not is_work(taken):
             return taken
         inner = Counter(x for i in taken for x in i.reads)
         results: dict[str, None] = {}

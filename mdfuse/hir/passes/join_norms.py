@@ -24,7 +24,8 @@ from itertools import count
 from mdfuse.config import Options, backend_choice
 from mdfuse.extents.extent import is_symbolic
 from mdfuse.hir.analysis.dataflow import Dataflow, Effects, dataflow
-from mdfuse.hir.passes.cut_units import is_work, part_of, replaced
+from mdfuse.hir.instructions import is_work
+from mdfuse.hir.passes.cut_units import part_of, replaced
 from mdfuse.hir.passes.form_fusion_groups import is_grouped
 from mdfuse.hir.passes.place_symmetric import SYMMETRIC
 from mdfuse.hir.program import HostProgram, Instruction
@@ -123,4 +124,4 @@ def _parts(unit: Instruction, chain: NormChain) -> Sequence[Instruction]:
     if not left:
         return (first,)
     behind = part_of(unit, left, ())
-    return (first, *((behind,) if is_work(behind) else left))
+    return (first, *((behind,) if is_work(behind.body) else left))

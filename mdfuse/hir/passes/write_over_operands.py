@@ -19,10 +19,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from mdfuse.config import Options
-from mdfuse.hir.analysis.dataflow import dataflow
+from mdfuse.hir.analysis.dataflow import dataflow, pinned
 from mdfuse.hir.emit.sets import copy_into
 from mdfuse.hir.instructions import is_elementwise
-from mdfuse.hir.passes.form_fusion_groups import is_grouped
+from mdfuse.hir.passes.large_values import has_units_in_order, is_large, lies_as_planned
 from mdfuse.hir.program import HostProgram, Instruction
 
 name = "write_over_operands"
@@ -30,14 +30,10 @@ name = "write_over_operands"
 #: What a result is called until it is copied.
 _EARLY = ".early"
 
-#: Bytes of a result from which on this is done: others are little of a program's memory.
-LEAST = 16 << 20
-
 
 def run(program: HostProgram, options: Options) -> HostProgram:
     """Return the program whose units write over operands, where launches are made."""
-    code = program.instructions
-    if not is_grouped(options) or any(i.op in ("set_stream", "block") for i in code):
+    if not has_units_in_order(program, options):
         return program
     pairs = dict(_pairs(program))
     if not pairs:
@@ -45,7 +41,8 @@ def run(program: HostProgram, options: Options) -> HostProgram:
     names = dict[str, str]()
     for result, operand in (pair for at in pairs.values() for pair in at.items()):
         names[result] = names.get(operand, operand)  # which may lie in the memory of another one
-    units = [_writing_over(i, pairs[n]) if n in pairs else i for n, i in enumerate(code)]
+    code = enumerate(program.instructions)
+    units = [_writing_over(i, pairs[n]) if n in pairs else i for n, i in code]
     inner = {x for n in pairs for i in units[n].body for x in i.outputs} - {*program.types}
     early = {x: program.types[x.removesuffix(_EARLY)] for x in inner}
     types = {x: kind for x, kind in program.types.items() if x not in names}
@@ -55,16 +52,17 @@ def run(program: HostProgram, options: Options) -> HostProgram:
 
 def _pairs(program: HostProgram) -> Iterator[tuple[int, dict[str, str]]]:
     """Yield the positions of units, each with result -> operand."""
-    flow, pinned = dataflow(program), {*program.outputs, *program.aliases.values()}
+    flow, fixed = dataflow(program), pinned(program)
     for n, unit in enumerate(program.instructions):
         if unit.op != "launch":
             continue
         reads, chosen = dict.fromkeys(unit.reads), dict[str, str]()
         parts = Counter(map(flow.memory, reads))  # the unit may read views of an operand, too
-        free = [x for x in reads if parts[x] == 1]
+        free = [x for x in reads if parts[x] == 1 and flow.is_own(x)]
+        free = [x for x in free if lies_as_planned(flow, x, flow.code[flow.bound_at(x)])]
         for y in unit.outputs:
-            is_free = y not in pinned and flow.is_own(y) and flow.results(y) == [n]
-            if is_free and _is_large(program, y):
+            is_free = y not in fixed and flow.is_own(y) and flow.results(y) == [n]
+            if is_free and is_large(program, y):
                 over = (x for x in free if flow.may_lie_over(y, x, n))
                 x = next((x for x in over if _is_by_element(program, unit, y, x)), None)
                 if x is not None:
@@ -72,10 +70,6 @@ def _pairs(program: HostProgram) -> Iterator[tuple[int, dict[str, str]]]:
                     free.remove(x)
         if chosen:
             yield n, chosen
-
-
-def _is_large(program: HostProgram, x: str) -> bool:
-    return program.types[x].layout is not None and program.types[x].nbytes() >= LEAST
 
 
 def _is_by_element(program: HostProgram, unit: Instruction, result: str, operand: str) -> bool:

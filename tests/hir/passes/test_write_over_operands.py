@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers import compiled_suite
 
 import mdfuse as mf
 from mdfuse import Options
-from mdfuse.hir.passes import write_over_operands
+from mdfuse.hir.passes import large_values, write_over_operands
 from mdfuse.hir.program import HostProgram
 from mdfuse.hir.text.parser import parse
 from mdfuse.hir.verify.check import verify
@@ -18,7 +19,7 @@ T, V = "f64[4,4] (x=R)", "f64[2,8] (x=R)"
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Results of any size."""
-    monkeypatch.setattr(write_over_operands, "LEAST", 0)
+    monkeypatch.setattr(large_values, "LEAST", 0)
 
 
 def text(unit: str, behind: str = "", returns: str = "%z", before: str = "") -> str:
@@ -148,10 +149,44 @@ def test_where_nothing_lies(name: str) -> None:
     check(NOT[name], {})
 
 
+#: What makes an operand -> whether a plan knows its strides, however those of its operands are.
+MAKERS = {
+    "matmul(%x, %w)": True, "mul(%x, %w)": True, "sin(%x)": False, "sin(%x) contiguous": True,
+    "softmax(%x, dim=0)": False, "sub(1.0, %x)": False, "full(2.0, shape=[4,4], dtype=f64)": False,
+}  # fmt: skip
+
+
+#: A unit that makes an operand -> the same. It is not compiled where it comes to one call.
+UNITS = {
+    f"%h: {T} = softmax(%x, dim=0)\n        %d: {T} = set(%w) order=[1,0]": False,
+    f"%h: {T} = matmul(%x, %w)\n        %d: {T} = set(%w) order=[1,0]": True,
+    f"%h: {T} = softmax(%x, dim=0)\n        %d: {T} = sin(%w)": True,
+}
+
+
+@pytest.mark.parametrize("maker", [*MAKERS, *UNITS])
+def test_nothing_lies_over_what_torch_lays_out(maker: str) -> None:
+    """A unit that writes into memory is compiled for its strides; operands here lie by columns."""
+    before = text(ONE, Z).replace("matmul(%x, %w)", maker)
+    if maker in UNITS:
+        before = text(ONE, Z, "%z, %d").replace(
+            f"%h: {T} = matmul(%x, %w)", f"launch e(%x, %w) -> %h, %d {{\n{maker}\n}}"
+        )
+    program, after, pairs = run(before)
+    assert pairs == ({"y": "h"} if {**MAKERS, **UNITS}[maker] else {})
+    x, w = (torch.randn(4, 4, dtype=torch.float64).t() for _ in range(2))
+    refused = compiled_suite.REFUSED.copy()
+    with compiled_suite.launches():
+        got = mf.simulate(after, [x, w]).outputs
+    assert refused == compiled_suite.REFUSED
+    for a, b in zip(got, mf.simulate(program, [x, w]).outputs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
 def test_only_large_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_over_operands, "LEAST", 4 * 4 * 8 + 1)
+    monkeypatch.setattr(large_values, "LEAST", 4 * 4 * 8 + 1)
     check(text(ONE, Z), {})
-    monkeypatch.setattr(write_over_operands, "LEAST", 4 * 4 * 8)
+    monkeypatch.setattr(large_values, "LEAST", 4 * 4 * 8)
     check(text(ONE, Z), {"y": "h"})
 
 

@@ -1,0 +1,144 @@
+"""Compute large values that follow, element by element, from others in each unit that reads them.
+
+    launch f(%g, %u, %t) -> %s, %dw {               launch f(%g, %u, %t) -> %dw {
+      %s = silu(%g)                                   %s = silu(%g)
+      %m = mul(%s, %u)                                %m = mul(%s, %u)
+      %dw = matmul(%t, %m)                            %dw = matmul(%t, %m)
+    }                                       ->      }
+    launch h(%dm, %s, %g) -> %du, %dg {             launch h(%dm, %g) -> %du, %dg {
+      %du = mul(%dm, %s)                              %s.again = silu(%g)
+      ...                                             %du = mul(%dm, %s.again)
+    }                                                 ...
+
+Between the units %s is not in memory then. The operands must be there till then anyway, and those
+that a unit does not read yet be no more bytes than the value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from mdfuse.config import Options
+from mdfuse.hir.analysis.dataflow import Dataflow, dataflow, pinned
+from mdfuse.hir.instructions import is_elementwise, is_work
+from mdfuse.hir.passes.large_values import has_numbers, has_units_in_order, is_large
+from mdfuse.hir.program import BufferType, HostProgram, Instruction
+from mdfuse.ir.graph import fresh_name
+
+name = "compute_in_units"
+
+
+def run(program: HostProgram, options: Options) -> HostProgram:
+    """Return the program whose units compute such values themselves."""
+    if not has_units_in_order(program, options) or not has_numbers(program):
+        return program
+    flow = dataflow(program)
+    units = _Units(program, flow, pinned(program), [*flow.code], dict(program.types))
+    for n, i in enumerate(flow.code):
+        for x in i.outputs if i.op == "launch" else ():
+            units.move(n, x)
+    if not units.changed:
+        return program
+    code = tuple(j for i in units.code for j in _as_work(i))
+    bound = {x for i in code for j in i.walk() for x in j.outputs}
+    gone = {x for i in units.changed for j in i.walk() for x in j.outputs} - bound
+    types = {x: kind for x, kind in units.types.items() if x not in gone}
+    return replace(program, instructions=code, types=types)
+
+
+@dataclass(eq=False)
+class _Units:
+    """The instructions, some of them changed, and what is known of names.
+
+    Attributes:
+        program: before the pass.
+        flow: its dataflow.
+        pinned: names that are in use whoever reads them.
+        code: the instructions.
+        types: of all names.
+        changed: the instructions that others have replaced.
+    """
+
+    program: HostProgram
+    flow: Dataflow
+    pinned: frozenset[str]
+    code: list[Instruction]
+    types: dict[str, BufferType]
+    changed: list[Instruction] = field(default_factory=list)
+
+    def move(self, n: int, x: str) -> None:
+        """Let the readers of a result of a unit compute it, if that takes no more memory."""
+        readers = self.flow.readers(x)
+        is_alone = x not in self.pinned and self.flow.is_own(x) and self.flow.results(x) == [n]
+        if not is_alone or not readers or not is_large(self.program, x):
+            return
+        if any(self.code[r].op != "launch" for r in readers):
+            return
+        chain = _chain(self.code[n], x)
+        if not chain or not self.are_there(chain, n, readers):
+            return
+        self.changed += [self.code[at] for at in (n, *readers)]
+        self.code[n] = _of_body(self.code[n], self.code[n].body, {x})
+        for r in readers:
+            names = dict[str, str]()
+            for i in chain:
+                names[i.outputs[0]] = fresh_name(self.types, f"{i.outputs[0]}.again")
+                self.types[names[i.outputs[0]]] = self.types[i.outputs[0]]
+            body = (*chain, *self.code[r].body)
+            self.code[r] = _of_body(self.code[r], [i.renamed(names) for i in body])
+
+    def are_there(self, chain: Sequence[Instruction], n: int, readers: Sequence[int]) -> bool:
+        """Tell whether all readers have what a value is computed of, and read no more for it."""
+        results = {x for i in chain for x in i.outputs}
+        operands = dict.fromkeys(x for i in chain for x in i.reads if x not in results)
+        last = max(readers)
+        for x in operands:
+            memory = self.flow.memory(x)
+            is_alive = memory in self.pinned or self.flow.used_at[memory][-1] >= last
+            written = self.flow.written_at.get(memory, ())
+            if not is_alive or any(n <= at <= last for at in written):
+                return False
+        size = self.types[chain[-1].outputs[0]].nbytes()
+        return all(
+            sum(self.types[x].nbytes() for x in operands if x not in self.code[r].reads) <= size
+            for r in readers
+        )
+
+
+def _chain(unit: Instruction, x: str) -> list[Instruction]:
+    """Return what computes a result element by element from operands of its unit; else nothing."""
+    chain, needed = list[Instruction](), {x}
+    for i in reversed(unit.body):
+        if needed.isdisjoint(i.outputs):
+            continue
+        is_plain = is_elementwise(i) and i.order is None and len(i.outputs) == 1 and i.reads
+        if not is_plain or not needed.isdisjoint(unit.inputs):
+            return []
+        needed.update(i.reads)
+        chain.append(i)
+    results = {y for i in unit.body for y in i.outputs}
+    computed = {y for i in chain for y in i.outputs}
+    return chain[::-1] if needed & results <= computed else []
+
+
+def _of_body(
+    unit: Instruction, body: Sequence[Instruction], gone: set[str] | None = None
+) -> Instruction:
+    """Return a unit with another body, and without some results."""
+    outputs = tuple(x for x in unit.outputs if x not in (gone or ()))
+    needed, live = set(outputs), list[Instruction]()
+    for i in reversed(body):
+        if not needed.isdisjoint(i.outputs):
+            live.append(i)
+            needed.update(i.reads)
+    results, reads = set[str](), dict[str, None]()
+    for i in reversed(live):
+        reads |= dict.fromkeys(x for x in i.reads if x not in results)
+        results.update(i.outputs)
+    return replace(unit, inputs=tuple(reads), outputs=outputs, body=tuple(live[::-1]))
+
+
+def _as_work(i: Instruction) -> Iterator[Instruction]:
+    """Yield an instruction; for a unit that has become too short, those in it."""
+    yield from (i,) if i.op != "launch" or is_work(i.body) else i.body

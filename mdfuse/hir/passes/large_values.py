@@ -1,0 +1,57 @@
+"""Values that are a large part of a program's memory, and how long they live."""
+
+from __future__ import annotations
+
+from mdfuse.config import Options
+from mdfuse.extents.extent import is_symbolic
+from mdfuse.hir.analysis.dataflow import Dataflow
+from mdfuse.hir.instructions import may_share, op_of
+from mdfuse.hir.passes.form_fusion_groups import is_grouped
+from mdfuse.hir.program import HostProgram, Instruction
+
+#: Bytes from which on passes look at the life of a value: others are little of a program's memory.
+LEAST = 16 << 20
+
+
+def has_units_in_order(program: HostProgram, options: Options) -> bool:
+    """Tell whether a program gets launches, and runs its instructions one after the other."""
+    return is_grouped(options) and all(
+        i.op not in ("set_stream", "block") for i in program.instructions
+    )
+
+
+def has_numbers(program: HostProgram) -> bool:
+    """Tell whether all extents are numbers: to compare others would decide about a run's."""
+    return not any(is_symbolic(n) for kind in program.types.values() for n in kind.shape)
+
+
+def is_large(program: HostProgram, x: str) -> bool:
+    """Tell whether a value is large."""
+    return program.types[x].layout is not None and program.types[x].nbytes() >= LEAST
+
+
+def lies_as_planned(flow: Dataflow, x: str, i: Instruction) -> bool:
+    """Tell whether a plan knows the strides of a value, which a unit must that writes over it.
+
+    Those of a compiled unit's results it is told, and other buffers are the plan's, unless torch
+    makes them. How many rows the host counts in a run it does not know.
+
+    Args:
+        flow: of the program.
+        x: the value.
+        i: what makes it.
+    """
+    counts = flow.binders.get(flow.types[x].counts or "")
+    if counts is not None and counts.op == "fetch":
+        return False
+    if i.op == "launch":
+        if len([j for j in i.body if not may_share(j)]) > 1:
+            return True
+        i = next(j for j in i.body if x in j.outputs)  # a call alone is not compiled
+    if i.op == "alloc" or i.order is not None:
+        return True
+    op, first = op_of(i), i.inputs[0] if i.inputs else None
+    if op is None or op.results > 1 or not isinstance(first, str):
+        return False
+    is_filled = op.writes.form is not None and (op.writes.is_exact or op.writes.is_product)
+    return is_filled and flow.types[first].layout is not None
