@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 import platform
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -195,12 +194,6 @@ _TOO_LARGE_TO_TIME = 1 << 28
 #: kernel from many forms on. From its first guess alone the search stops up to 1.6 x later.
 _TUNED = ("coordinate_descent_tuning", "max_autotune_pointwise")
 
-#: The setting with which a kernel is launched while the one before it still runs.
-_EARLY = "triton.enable_pdl"
-
-#: Operations whose kernels, where they have one, read nothing.
-_FACTORY = re.compile("(new_|zeros|ones|full|empty|arange|iota|eye|rand|scalar_tensor|.*_like)")
-
 
 def compiled(traced: TracedGraph) -> Function:
     """Compile a traced function; the result takes tensors of the forms of its arguments.
@@ -235,10 +228,7 @@ def settings_for(traced: TracedGraph) -> dict[str, Any]:
     its forms. For a table of 1 GB this takes seconds, and the times are those of the copies.
 
     A product of one row reads a matrix once: the compiler makes it a sum in a kernel of its own,
-    with the operations around it, where it may tune that kernel. The library reads slower. Such a
-    kernel takes microseconds, of which a launch is a good part: kernels are launched early, and
-    wait for the one before them ahead of their first read. One that reads nothing does not wait,
-    and the kernel behind it would not know that those before are done: there it is left.
+    with the operations around it, where it may tune that kernel. The library reads slower.
     """
     if traced.sizes:
         return {}
@@ -246,15 +236,7 @@ def settings_for(traced: TracedGraph) -> dict[str, Any]:
     written = (x.meta["val"] for node in nodes for x in writes_of(node))
     if any(x.numel() * x.element_size() >= _TOO_LARGE_TO_TIME for x in written):
         return {"triton.autotune_pointwise": False}
-    if not any(map(_has_one_row, nodes)):
-        return {}
-    return dict.fromkeys(_TUNED if any(map(_is_factory, nodes)) else (*_TUNED, _EARLY), True)
-
-
-def _is_factory(node: torch.fx.Node) -> bool:
-    """Return whether a call of a traced graph makes values of nothing."""
-    name = node.target.name() if isinstance(node.target, OpOverload) else ""
-    return _FACTORY.match(name.partition("::")[2]) is not None
+    return dict.fromkeys(_TUNED, True) if any(map(_has_one_row, nodes)) else {}
 
 
 def _has_one_row(node: torch.fx.Node) -> bool:

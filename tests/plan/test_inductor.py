@@ -127,27 +127,6 @@ def test_products_of_one_row_are_tuned_as_sums(form: str, rows: int, device: str
     assert settings.get("coordinate_descent_tuning", False) is (device == "cuda" and rows == 1)
 
 
-@pytest.mark.parametrize(
-    ("step", "is_early"),
-    [
-        (lambda a, b: [torch.relu(a @ b)], True),
-        (lambda a, b: [a @ b, torch.zeros(3, device=a.device)], False),
-        (lambda a, b: [a @ b, a.new_ones(2)], False),
-        (lambda a, b: [a @ b, torch.full_like(a, 2.0)], False),
-        (lambda a, b: [a @ b + torch.arange(4, device=a.device)], False),
-    ],
-)
-def test_kernels_start_early_where_all_of_them_read(step: Any, is_early: bool) -> None:
-    """One that reads nothing would not wait for those before it, nor tell those behind it."""
-    gpu = torch.device("cuda")
-    forms: Any = [((1, 8), (8, 1), torch.bfloat16, gpu), ((8, 4), (4, 1), torch.bfloat16, gpu)]
-    settings = inductor.settings_for(inductor.traced(step, forms))
-    assert settings.get("triton.enable_pdl", False) is is_early
-    assert settings["coordinate_descent_tuning"]
-    with inductor._configs()[0].patch(settings):
-        pass  # torch has these settings
-
-
 def test_no_folder_where_files_are_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from torch._inductor import config
 
