@@ -32,6 +32,9 @@ def kill(folder: Path, job: dict[str, Any]) -> None:
 
     faults = [Fault(**x) for x in job.pop("faults")]
     os.chdir(folder)
+    if torch.cuda.device_count() < job["ranks"]:  # NCCL takes ranks of one GPU for hosts
+        os.environ.setdefault("NCCL_HOSTID", f"rank {os.environ['RANK']}")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     rank = Rank(Job(faults=faults, **job), int(os.environ["RANK"]))
     rank.run()
     account = {
