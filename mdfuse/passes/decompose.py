@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,15 +52,18 @@ def run(fusion: Fusion) -> Fusion:
 # -- reductions ----------------------------------------------------------------------------------
 
 
-def ends(fusion: Fusion, is_asked: Callable[[Fusion, Expr], bool]) -> dict[str, Rule]:
+def ends(
+    fusion: Fusion, is_asked: Callable[[Fusion, Expr], bool], *, is_settled: bool = False
+) -> dict[str, Rule]:
     """Return the rules that take the ends of some reductions apart.
 
     Args:
         fusion: with layouts.
         is_asked: whether the terms of a reduction are joined later, by ranks or by microbatches.
+        is_settled: layouts stay, since all sets are there: Partials are rounded term by term.
     """
     asked = (e for e in fusion.exprs if _has_end(fusion, e) and is_asked(fusion, e))
-    return {e.output: _end for e in asked}
+    return {e.output: partial(_end, is_settled=is_settled) for e in asked}
 
 
 def _has_end(fusion: Fusion, expr: Expr) -> bool:
@@ -83,9 +87,10 @@ def _is_reduced(fusion: Fusion, expr: Expr) -> bool:
     return bool(reduced)
 
 
-def _end(maker: Maker, by: Expr) -> None:
+def _end(maker: Maker, by: Expr, is_settled: bool) -> None:
     """Append a reduction in a wide enough dtype, and its end."""
     out = maker.values[by.output]
+    is_fixed = is_settled or out.is_law
     x, wide = by.reads[0], _WIDE.get(out.dtype)
     op = "sum" if by.op == "mean" else by.op
     how: dict[str, Any] = {k: v for k, v in by.attrs if k in ("dims", "keepdim")}
@@ -106,10 +111,10 @@ def _end(maker: Maker, by: Expr) -> None:
         maker.values[total] = replace(maker.values[total], layout=law, stream=out.stream)
     if by.op == "mean":
         total = maker.op(by, "div", total, _count(maker, by), last=wide is None)
-    if by.op == "mean" and wide is not None and (out.is_law or not _is_term(out)):
+    if by.op == "mean" and wide is not None and (is_fixed or not _is_term(out)):
         maker.values[total] = replace(maker.values[total], layout=out.layout, stream=out.stream)
     if wide is not None:
-        rounds = "round_terms" if out.is_law and _is_term(out) else "cast"
+        rounds = "round_terms" if is_fixed and _is_term(out) else "cast"
         maker.op(by, rounds, total, last=True, dtype=out.dtype)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from networkx.utils import UnionFind
 
@@ -43,7 +44,8 @@ def run(fusion: Fusion, batch: Mapping[str, int], count: int) -> Fusion:
         LoweringError: something needs the batch as a whole.
     """
     same, roots = _dims(fusion, batch)
-    if ends := decompose.ends(fusion, lambda _, expr: _adds_up(fusion, expr, same, roots)):
+    is_added = partial(_adds_up, same=same, roots=roots)
+    if ends := decompose.ends(fusion, is_added, is_settled=True):
         fusion = rewritten(fusion, ends)
         same, roots = _dims(fusion, batch)
     if inner := sum_rows.contractions(fusion, lambda view: _is_inner(fusion, view, same, roots)):

@@ -176,6 +176,28 @@ def test_parts_of_16_bits_are_added_up_in_f32() -> None:
     assert (alone.double() - x.double().sum(0)).abs().max() > 50  # so the case tells
 
 
+def test_terms_of_ranks_in_16_bits_are_added_up_in_f32() -> None:
+    """Each rank has a term of the gradient of a factor before a product with split columns."""
+    mesh, dtype = DeviceMesh.arange(tp=2), torch.bfloat16
+    with mf.FusionDefinition("terms") as fd:
+        x = fd.define_tensor([400, 6], dtype, mesh, name="x")
+        g = fd.define_tensor([6], dtype, mesh, name="g")
+        v = fd.define_tensor([4, 6], dtype, mesh, {"tp": Shard(0)}, name="v")
+        loss = mf.ops.linear(x * g, v).to(torch.float32).square().mean()
+        (dg,) = mf.grad(loss, [g])
+        fd.add_output(dg)
+    program = mf.pipeline(fd, microbatches=4, batch={"x": 0})
+    verify(program.host)
+    (of_ranks,) = (c for c in program.communications if c.kind == "Allreduce")
+    assert of_ranks.axes == ("tp",) and "round_terms(%dg.partial.sum" in str(program)
+    draw = torch.Generator().manual_seed(2)
+    given = [torch.rand(n, generator=draw).to(dtype) for n in ((400, 6), (6,), (4, 6))]
+    (got,) = mf.simulate(program, given, options=POISON).outputs
+    wide = [y.double().requires_grad_() for y in given]
+    F.linear(wide[0] * wide[1], wide[2]).square().mean().backward()
+    torch.testing.assert_close(got.double(), wide[1].grad, rtol=4e-3, atol=0.0)
+
+
 @pytest.mark.parametrize("bucket", [0, 1 << 20])
 def test_sums_in_16_bits_are_rounded_once_where_they_are_reduced_in_f32(bucket: int) -> None:
     """Sums and products of whole numbers, exact in f32: over rows, microbatches and ranks.
