@@ -161,6 +161,8 @@ NAMED = ("launch", "block", "call")
 MEMORY = _named("is_memory")
 #: Views that read no element; those of the op table are not among them.
 PURE_VIEWS = _named("is_pure_view")
+#: Views of the rows that a layout splits further.
+CUTS = ("narrow", "chunk")
 #: Local ops on existing buffers that are no rows of the op table.
 BUFFER_OPS = tuple(r.name for r in _ROWS if r.makes == "value" and not r.is_memory)
 #: Instructions written as `%x = name(...)`, besides the rows of the op table.

@@ -127,6 +127,13 @@ class BufferType:
         return f"{dtype_name(self.dtype)}[{at_most}{shape}]"
 
 
+def brings_together(before: BufferType, after: BufferType) -> bool:
+    """Return whether a part of a buffer has several runs of its rows, which it copies together."""
+    if after.layout is None or before.layout is None or not after.layout.in_runs:
+        return False
+    return not {*after.layout.in_runs} <= {*before.layout.in_runs}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instruction:
     """One instruction of a host program, which holds nested ones where it is a block or a unit.

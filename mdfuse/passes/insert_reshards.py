@@ -249,14 +249,16 @@ def _copy_streams(expr: Expr, values: Mapping[str, Value]) -> dict[str, Stream |
 def _local(rewriter: _Rewriter, out: Value, layout: Layout) -> str:
     """Add a value for an expression's local result, which a set then reshards; return its name.
 
-    It is streamed with the result, where the set between them reads it in chunks.
+    It is streamed with the result, where the set between them reads it in chunks. What chunks are
+    joined to is there behind their loop, where the set then stands.
     """
-    how = None
-    if out.stream is not None and not out.expanded:
+    how, is_joined = None, out.stream is not None and out.stream.op is not None
+    if out.stream is not None and not out.expanded and not is_joined:
         how = form(layout, out.placed, out.stream, out.shape[out.stream.dim])
     if how is None:
         rewriter.values[out.name] = replace(out, stream=None)
-    stream = out.stream if how is not None and FORMS[how][0] else None
+    is_cut = how is not None and FORMS[how][0]
+    stream = out.stream if is_cut or is_joined else None
     return rewriter.new_value(out, f"{out.name}.{suffix(layout)}", layout, stream)
 
 

@@ -315,7 +315,7 @@ class HostLoops:
         if answer is None:
             pairs = zip(expr.inputs, streams_read(self.fusion, expr), strict=True)
             reads = tuple((x, stream) for x, stream in pairs if isinstance(x, str))
-            answer = self._known[expr.outputs[0]] = reads, _gives_chunks(self.fusion, expr)
+            answer = self._known[expr.outputs[0]] = reads, gives_chunks(self.fusion, expr)
         return answer
 
 
@@ -327,7 +327,8 @@ def streams_read(fusion: Fusion, expr: Expr) -> tuple[Stream | None, ...]:
     return (fusion.values[expr.output].stream if FORMS[how][0] else None,)
 
 
-def _gives_chunks(fusion: Fusion, expr: Expr) -> bool:
+def gives_chunks(fusion: Fusion, expr: Expr) -> bool:
+    """Return whether an iteration has a chunk of the result, and not a term of all of it."""
     how = set_form(fusion, expr)
     return how is None or FORMS[how][1]
 

@@ -19,6 +19,7 @@ import torch
 
 from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
 from mdfuse.layouts.layout import Layout
+from mdfuse.passes.segmentation import gives_chunks
 
 name = "widen_sums"
 
@@ -40,6 +41,8 @@ def run(fusion: Fusion, dtype: torch.dtype) -> Fusion:
         reduced = _added(values, replace(values[y], is_law=False), dtype)
         exprs.append(replace(expr, inputs=(wide[x],), outputs=(reduced,)))
         exprs.append(_cast(expr, "cast", reduced, y, values[y].dtype))
+        if not gives_chunks(fusion, expr):  # the sum is there behind the loop that adds it up
+            values[y] = replace(values[y], stream=None)
     return replace(fusion, values=values, exprs=tuple(exprs))
 
 

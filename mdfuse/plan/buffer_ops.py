@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from mdfuse.hir.program import Instruction
 from mdfuse.ir import attention
 from mdfuse.ir.dtype_limits import neutral
 from mdfuse.ir.ops import itself
-from mdfuse.layouts.boxes import nth_chunk, relative
+from mdfuse.layouts.boxes import Box, Rows, boxes_of, nth_chunk, relative
 from mdfuse.layouts.layout import Partial
 from mdfuse.layouts.stream import JOINED
 from mdfuse.names import base_name
@@ -60,7 +60,7 @@ def _bound_result(i: Instruction, context: Context, run: _Call, *args: Any) -> l
 def _narrow(i: Instruction, context: Context) -> list[Line]:
     """Cut this rank's part of the result, or one chunk of it, out of the operand, as a view.
 
-    A chunk in zigzag order is a copy of its two runs.
+    Rows in several runs, as those in zigzag order, are copied, so that they lie side by side.
 
     Raises:
         ProgramError: the result's box is not inside the operand's.
@@ -77,18 +77,29 @@ def _narrow(i: Instruction, context: Context) -> list[Line]:
             hint="a part has the layout of the whole, split further",
         )
     before, after = (context.type(x).runs(context.rank) for x in (operand, output))
-    for dim in after.keys() - before.keys():
+    rows: list[Rows] = [(interval,) for interval in relative(part, whole)]
+    apart = after.keys() - before.keys()
+    for dim in apart:
         first = whole[dim][0]
-        runs = tuple((start - first, stop - start) for start, stop in after[dim])
-        return _bound_result(i, context, _in_runs, dim, runs)
-    box = relative(part, whole)
-    index = tuple(slice(start, stop) for start, stop in box)
-    return _bound_result(i, context, "__getitem__", index)
+        rows[dim] = tuple((start - first, stop - first) for start, stop in after[dim])
+    pairs = [tuple(map(_slices, boxes)) for boxes in boxes_of(rows)]
+    if not apart:
+        ((index, _),) = pairs
+        return _bound_result(i, context, "__getitem__", index)
+
+    overlaps = context.has_buffer(output) and context.share(operand, output)
+
+    def copy(target: Tensor, source: Tensor) -> None:
+        source = source.clone() if overlaps else source
+        for index, place in pairs:
+            target[place].copy_(source[index])
+
+    lines = empty(output, i.order, context)
+    return [*lines, Line(run=copy, args=(context.ref(output), context.ref(operand)))]
 
 
-def _in_runs(x: Tensor, dim: int, runs: Sequence[tuple[int, int]]) -> Tensor:
-    """Return the rows of some runs, each the first one and a number, side by side."""
-    return torch.cat([x.narrow(dim, start, n) for start, n in runs], dim)
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in box)
 
 
 def _select(i: Instruction, context: Context) -> list[Line]:

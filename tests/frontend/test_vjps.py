@@ -298,6 +298,21 @@ def test_attention_of_grouped_heads(heads: tuple[int, int], how: str, is_again: 
         torch.testing.assert_close(found, wanted.detach(), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize(("rows", "keys"), [(3, 0), (0, 3), (0, 0)])
+def test_sums_of_attention_to_no_keys(rows: int, keys: int) -> None:
+    """Such a row sees nothing: it gives 0, and so do all gradients."""
+    xs = [numbers(2, rows, 4), numbers(2, keys, 4), numbers(2, keys, 4), numbers(rows, keys)]
+    with mf.FusionDefinition() as fd:
+        q, k, v, m = (fd.define_tensor(x.shape, x.dtype) for x in xs)
+        y, sums = fd.ops.attention(q, k, v, m > 0)
+        for x in (y, sums, *mf.grad(y.sum() + sums.sum(), [q, k, v])):
+            fd.add_output(x)
+    never = torch.full((2, rows), -torch.inf, dtype=torch.float64)
+    wanted = [torch.zeros_like(xs[0]), never, *map(torch.zeros_like, xs[:3])]
+    for result, want in zip(mf.reference(fd, xs), wanted, strict=True):
+        assert torch.equal(result, want)
+
+
 @pytest.mark.parametrize("shape", [(4,), (3, 4), (2, 3, 4)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_layer_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:

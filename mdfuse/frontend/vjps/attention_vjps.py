@@ -28,7 +28,7 @@ def _attention(e: Applied, cts: Sequence[Any]) -> Sequence[Handle | None]:
         operands = (e[0], e[1], e[2], *e.results, ct, *mask)
         recorded = record_several("attention_grad", *operands, **e.attrs)
         return (*recorded, *(None for _ in mask))
-    p, q, value, d_scores = _weights(e, 3), e[0], None, None
+    p, q, value, d_scores = _weights(e, 3, e.results[1]), e[0], None, None
     if ct is not None:
         d_scores = _through(p, in_f32(product(ct, views.transpose(_per_head(e, e[2])))))
         value = _joined(e, product(views.transpose(back(p, q)), ct))
@@ -53,7 +53,7 @@ def _attention_grad(e: Applied, cts: Sequence[Any]) -> Sequence[Handle | None]:
     given = [in_f32(x) if x is not None else z * 0.0 for x, z in zip(cts, wide, strict=True)]
     (wq, wk, wv), (a, b, c) = ((x[0], *(_per_head(e, y) for y in x[1:])) for x in (wide, given))
     wct, scale = in_f32(e[5]), _scale(e)
-    p = _weights(e, 6)
+    p = _weights(e, 6, e[4])
     dp = product(wct, views.transpose(wv))
     ds = _through(p, dp)
     m = (product(a, views.transpose(wk)) + product(wq, views.transpose(b))) * scale
@@ -101,7 +101,7 @@ def _through(p: Handle, ct: Handle) -> Handle:
     return weighed - p * reductions.sum(weighed, -1, True)
 
 
-def _weights(e: Applied, at: int) -> Handle:
+def _weights(e: Applied, at: int, sums: Handle) -> Handle:
     """Return the weights in at least f32; the mask, if any, is operand `at`."""
     q, k = e[0], _per_head(e, e[1])
     mask = e[at] if e.count > at else None
@@ -120,4 +120,4 @@ def _weights(e: Applied, at: int) -> Handle:
     if mask is None and not {"window", "q_offset", "k_offset"} & {*e.attrs}:
         return weights
     # weights of a row that sees nothing are 0, where softmax gives NaN
-    return where(eq(reductions.amax(scores, -1, True), -math.inf), 0.0, weights)
+    return where(eq(views.unsqueeze(sums, -1), -math.inf), 0.0, weights)

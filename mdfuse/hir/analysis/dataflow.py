@@ -43,6 +43,19 @@ def current_streams(code: Sequence[Instruction]) -> list[Instruction | None]:
     return streams
 
 
+def grouped(body: Sequence[Instruction]) -> list[list[Instruction]]:
+    """Return the instructions one by one, but those from group_start to group_end together."""
+    groups: list[list[Instruction]] = []
+    is_open = False
+    for i in body:
+        if is_open:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+        is_open = i.op == "group_start" or (is_open and i.op != "group_end")
+    return groups
+
+
 @dataclass(frozen=True, slots=True)
 class Effects:
     """The names and the memory that instructions read and write.

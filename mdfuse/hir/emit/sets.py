@@ -11,7 +11,8 @@ from mdfuse.communication import Communication
 from mdfuse.errors import LayoutError, Source
 from mdfuse.extents.extent import is_symbolic
 from mdfuse.hir.emit.expanded_dims import Squeezed, without_expanded
-from mdfuse.hir.program import BufferType, Instruction, Padding
+from mdfuse.hir.instructions import CUTS
+from mdfuse.hir.program import BufferType, Instruction, Padding, brings_together
 from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
 from mdfuse.ir.ops import TABLE
 from mdfuse.ir.writes import has_orders
@@ -96,14 +97,21 @@ class Emitter:
         source: Source | None = None,
         **attrs: Any,
     ) -> str:
-        """Append an instruction with one result; return the name of the result."""
+        """Append an instruction with one result; return the name of the result.
+
+        Rows of several runs are brought side by side, so that part of a buffer is dense.
+        """
         name = self.new(output, kind)
+        is_cut = op in CUTS and brings_together(self.types[inputs[0]], kind)
+        if is_cut:
+            self.dense.add(name)
         self.code.append(
             Instruction(
                 op=op,
                 fn=op if op in TABLE else "",
                 inputs=inputs,
                 outputs=(name,),
+                order=tuple(range(len(kind.shape))) if is_cut else None,
                 attrs=tuple(attrs.items()),
                 source=source,
             )

@@ -29,9 +29,8 @@ import torch
 
 from mdfuse.config import Options
 from mdfuse.extents.expressions import Index, calc, loop
-from mdfuse.hir.analysis.dataflow import Dataflow, dataflow
+from mdfuse.hir.analysis.dataflow import Dataflow, dataflow, grouped
 from mdfuse.hir.instructions import POSTS, op_of, received, row_of
-from mdfuse.hir.passes.cut_loops import grouped
 from mdfuse.hir.program import BufferType, HostProgram, Instruction, joined
 from mdfuse.ir.graph import fresh_name
 

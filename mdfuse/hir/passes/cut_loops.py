@@ -26,7 +26,7 @@ from functools import reduce
 from operator import or_
 
 from mdfuse.config import Options
-from mdfuse.hir.analysis.dataflow import Dataflow, Effects, dataflow, shared_operand
+from mdfuse.hir.analysis.dataflow import Dataflow, Effects, dataflow, grouped, shared_operand
 from mdfuse.hir.index_terms import index_names
 from mdfuse.hir.instructions import POSTS, TRANSFERS
 from mdfuse.hir.program import HostProgram, Instruction, joined
@@ -58,19 +58,6 @@ def _may_be_cut(loop: Instruction) -> bool:
     is_ring = any(j.op in TRANSFERS for j in inside)
     is_plain = not any(j.op in _WHOLE or (j.op == "accumulate" and not is_ring) for j in inside)
     return waits and is_plain and not any(j.op in (*POSTS, "wait") for j in branched)
-
-
-def grouped(body: Sequence[Instruction]) -> list[list[Instruction]]:
-    """Return the instructions one by one, but those from group_start to group_end together."""
-    groups: list[list[Instruction]] = []
-    is_open = False
-    for i in body:
-        if is_open:
-            groups[-1].append(i)
-        else:
-            groups.append([i])
-        is_open = i.op == "group_start" or (is_open and i.op != "group_end")
-    return groups
 
 
 @dataclass(eq=False)

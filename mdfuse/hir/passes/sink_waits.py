@@ -10,7 +10,7 @@ Views of what arrives, rows that go to the order of their experts, and pointwise
 the wait: a gradient that is cast once it is reduced is not waited for before somebody reads it.
 Posts keep their order, which is the same on all ranks. A wait stays in its block: an iteration of a
 loop ends with all its posts done. It stands before what writes where the post reads, as an output
-does that is written into an input.
+does that is written into an input. It stands before a group of posts, never among them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mdfuse.config import Options
-from mdfuse.hir.analysis.dataflow import Dataflow, Effects, dataflow
+from mdfuse.hir.analysis.dataflow import Dataflow, Effects, dataflow, grouped
 from mdfuse.hir.instructions import op_of, reads_nothing, received, row_of
 from mdfuse.hir.program import HostProgram, Instruction
 
@@ -50,9 +50,10 @@ def _sunk(flow: Dataflow, block: Sequence[Instruction]) -> tuple[Instruction, ..
     done: list[Instruction] = []
     waiting: list[_Deferred] = []
     busy = Effects()  # of all that wait, looked at first
-    for i in block:
-        needed: list[_Deferred] = []
-        if waiting and busy.meet(effects := flow.effects(i)):
+    for members in grouped(block):
+        i, needed = members[0], list[_Deferred]()
+        effects = Effects.union([flow.effects(j) for j in members]) if waiting else busy
+        if waiting and busy.meet(effects):
             needed = [d for d in waiting if d.effects.meet(effects)]
         if i.op == "wait":
             waiting.append(_deferred(flow, i))
@@ -66,7 +67,9 @@ def _sunk(flow: Dataflow, block: Sequence[Instruction]) -> tuple[Instruction, ..
             for d in sorted(waiting, key=_is_idle) if i.op == "return" else needed:
                 done += d.instructions
             waiting = [] if i.op == "return" else [d for d in waiting if d not in needed]
-            done.append(replace(i, body=_sunk(flow, i.body)) if i.op in ("for", "block") else i)
+            if i.op in ("for", "block"):
+                members = [replace(i, body=_sunk(flow, i.body))]
+            done += members
         if needed:
             busy = Effects.union([d.effects for d in waiting])
     return (*done, *(i for d in waiting for i in d.instructions))

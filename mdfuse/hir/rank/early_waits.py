@@ -61,7 +61,7 @@ def _sends(code: Sequence[Instruction]) -> Iterator[_Send]:
     fresh, before = list[str](), list[str]()  # handles of sends, by whether work came behind them
     switches = 0  # of streams so far, and what else no wait is moved past
     for n, i in enumerate(code):
-        if i.op in ("set_stream", "group_start", "barrier"):
+        if i.op in ("set_stream", "group_start", "group_end", "barrier"):
             switches += 1
         elif only_sends(i):
             next_of.update(dict.fromkeys(before, (n, switches)))

@@ -9,7 +9,7 @@ import torch
 
 from mdfuse.hir.index_terms import axes_of
 from mdfuse.hir.instructions import BUFFER_OPS, INSTRUCTIONS, counts_of
-from mdfuse.hir.program import BufferType, Instruction
+from mdfuse.hir.program import BufferType, Instruction, brings_together
 from mdfuse.hir.verify.added_products import adds_to, own_problem, product_problem
 from mdfuse.hir.verify.counts import check_made, posted_problem
 from mdfuse.hir.verify.error_report import wrong
@@ -62,6 +62,8 @@ def _narrow(types: Types, i: Instruction, before: BufferType, after: BufferType)
     """Check that the part of the result that a rank holds lies in its part of the operand."""
     if before.flat:
         return "the elements of a flat buffer have no dims"
+    if brings_together(before, after) and i.order is None:
+        return "several runs of rows are copied side by side, and it states no `contiguous`"
     problem = _chunk_problem(after) or _placement_problem(before.placed, after.placed)
     return problem or _part_problem(before, after, types.program.rank)
 

@@ -95,13 +95,21 @@ class _Heads:
         """Return a copy of a value with all positions of the heads that a rank computes."""
         if x not in self.copies:
             source = x
-            if self.split.is_shared and like in self.split.operands[1:]:
+            if self.shares(maker, x) and like in self.split.operands[1:]:
                 source = self._repeated(maker, by, x)
             copy = maker.op(by, "set", source)
             at = self.split.over_heads(like)
             maker.values[copy] = replace(maker.values[copy], layout=at, is_law=True)
             self.copies[x] = copy
         return self.copies[x]
+
+    def shares(self, maker: Maker, x: str) -> bool:
+        """Return whether a key or a value, or its gradient, has heads that are to be repeated.
+
+        The gradient reads repeated ones where none of the keys and values is wanted.
+        """
+        few = self.split.shape(self.split.operands[1])
+        return self.split.is_shared and maker.values[x].shape[HEADS] == few[HEADS]
 
     def mask(self, maker: Maker, by: Expr) -> list[str]:
         """Return the mask with all rows; nothing where there is none."""
@@ -122,7 +130,7 @@ class _Heads:
 
     def back(self, maker: Maker, by: Expr, x: str, old: str, layout: Layout, joins: bool) -> None:
         """Append the value that an expression had, split by positions, made of one by heads."""
-        if not joins or not self.split.is_shared:
+        if not joins or not self.shares(maker, old):
             _placed(maker, by, x, old, layout)
             return
         whole = f"{old}.positions"

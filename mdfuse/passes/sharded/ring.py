@@ -48,6 +48,10 @@ def because(split: SplitAttention) -> str:
         return f"{axis} splits the positions of its result otherwise than those of its query"
     if any(layout.split_axes(split.dim(ROWS)) != (axis,) for layout in places):
         return f"other axes than {axis} split the positions of keys"
+    strategy = choose(split.expr, split.fusion.values)
+    rows = (axis,) if strategy is None else strategy.wanted[q].split_axes(split.dim(ROWS))
+    if {*rows} - {axis} and at == {Shard(split.dim(ROWS), zigzag=True)}:
+        return f"{' and '.join(rows)} split the rows of its mask in zigzag order: a ring turns one"
     return ""
 
 

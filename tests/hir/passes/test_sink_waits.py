@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 import mdfuse as mf
-from mdfuse import DeviceMesh, Shard
+from mdfuse import DeviceMesh, Shard, hir
+from mdfuse.hir.passes import sink_waits
+from mdfuse.hir.verify.check import verify
 
 MESH = DeviceMesh.arange(tp=4)
 
@@ -98,3 +100,28 @@ def test_a_dependent_chain_stays_as_it_is() -> None:
         fd.add_output(x)
     ops = [i.op for i in mf.compile(fd).host if i.op in ("post", "wait")]
     assert ops == ["post", "wait"] * 2
+
+
+def test_what_a_group_sends_arrives_before_the_group() -> None:
+    program = hir.parse(
+        """host @sent on mesh(x=2) {
+             input %p: f32[4] (x=P(sum))
+             %s: f32[4] (x=R) = alloc
+             %c = post allreduce[sum](%p) -> %s f32[4] (x=P(sum)) => (x=R) axis=x
+             wait %c
+             %g: f32[4] (x=R) = alloc
+             group_start
+             %d = send(%s, to=1 - rank)
+             %e = recv(%g, from=1 - rank)
+             group_end
+             wait %d
+             wait %e
+             return %g
+           }"""
+    )
+    sunk = sink_waits.run(program, mf.Options())
+    verify(sunk)
+    assert [i.op for i in sunk][2:6] == ["alloc", "wait", "group_start", "send"]
+    terms = [torch.tensor([1.0, 2, 3, 4]), torch.tensor([5.0, 0, 1, 1])]
+    result = mf.simulate(sunk, per_rank=[{"p": x} for x in terms])
+    assert all(torch.equal(y, torch.tensor([6.0, 2, 4, 5])) for (y,) in result.per_rank)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 from helpers.calls import ordered
 from helpers.stream_cases import CASES
 
 from mdfuse import hir
+from mdfuse.hir.rank import early_waits
 from mdfuse.hir.rank.pipelines import project
 from mdfuse.hir.rank.unrolled import written_out
 
@@ -47,3 +52,19 @@ def test_what_is_sent_is_freed_behind_the_wait_for_it() -> None:
         if i.op == "free":
             assert done.issuperset({*sent.values()}.intersection(i.reads))
     assert len(done) == 3
+
+
+def test_a_wait_does_not_move_into_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next send stands in one: the wait stays behind it."""
+    monkeypatch.setattr(early_waits, "only_sends", lambda i: i.op == "post")
+
+    def line(op: str, of: str = "", out: str = "") -> Any:
+        return SimpleNamespace(op=op, reads=(of,), outputs=(out,) * bool(out), attrs={})
+
+    before = [line("post", "a@0", "c@0"), line("mul", "x", "y")]
+    grouped = [line("group_start"), line("post", "a@1", "c@1"), line("group_end")]
+    places = {
+        len(code): [s.to for s in early_waits._sends([*code, line("wait", "c@0")])]
+        for code in (before + grouped, before + grouped[1:2])
+    }
+    assert places == {5: [5], 3: [2]}

@@ -266,6 +266,10 @@ TYPES = [
          ("but add of these makes (x=R, chunk(0,[1,3],%i))",)),
     Rule("a part that the rank does not have", "input %x: T; %y: S = narrow(%x); return %y",
          "%x: T; %y: S", "%x: S; %y: T", ("rank 0 has [0:2], not [0:4]",)),
+    Rule("rows of two runs as a view",
+         "input %x: T; for %i in 0..2 { %y: f32[2] of [4] (x=R, chunk(S0/zigzag,2,%i)) = chunk(%x) "
+         "contiguous; free %y; } return %x",
+         " contiguous", "", ("several runs of rows are copied side by side", "no `contiguous`")),
     Rule("memory that there is not",
          "input %x: T; %y: T = alloc(memory=pinned); %y = add(%x, 1.0); return %y", "pinned", "far",
          ("alloc with memory=far", "one of device, host, pinned, symmetric")),

@@ -129,3 +129,23 @@ def test_rows_read_the_keys_that_their_windows_reach(rows: int, window: int, rec
     assert program.bytes_received(1) == 2 * 2 * received * 4 * 8
     few = mf.compile(fd).explain()
     assert "gather" in few.partition("positions split along cp: ")[2].split(";")[0] or window > 5
+
+
+@pytest.mark.parametrize("form", ["gather", "heads", "ring"])
+@pytest.mark.parametrize("rows", [1, 7])
+def test_keys_that_are_not_trained_are_repeated_once(rows: int, form: str) -> None:
+    """The gradient of the query then reads them as the user repeated them for its heads."""
+    mesh, sizes = DeviceMesh.arange(cp=2), ([2, 4, rows, 4], [2, 1, rows, 4], [2, 1, rows, 4])
+    with mf.FusionDefinition("frozen") as fd:
+        at = {"cp": Shard(2)}
+        q, k, v = (fd.define_tensor(n, torch.float64, mesh, at) for n in sizes)
+        many = (x[:, :, None].expand(2, 1, 4, rows, 4).reshape(2, 4, rows, 4) for x in (k, v))
+        y = mf.ops.attention(q, *many, is_causal=True).output
+        fd.add_output(mf.grad((y * y).sum(), [q])[0])
+    tensors = [torch.randn(n, dtype=torch.float64) for n in sizes]
+    query = tensors[0].clone().requires_grad_()
+    hidden = torch.ones(rows, rows, dtype=torch.bool).triu(1)
+    scores = (query @ tensors[1].mT / 2).masked_fill(hidden, -torch.inf)
+    want = (scores.softmax(-1) @ tensors[2]).square().sum()
+    program = mf.compile(fd, Options(context=form))  # type: ignore[arg-type]
+    check_everywhere(program, tensors, [*torch.autograd.grad(want, query)])

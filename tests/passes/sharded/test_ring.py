@@ -274,3 +274,62 @@ def test_a_gradient_whose_result_is_split_otherwise(dim: int) -> None:
     want = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
     grads = torch.autograd.grad(want.square().sum(), leaves)
     check_everywhere(mf.compile(asked(True), RING), given, [want.detach(), *grads])
+
+
+@pytest.mark.parametrize("form", ["ring", "auto"])
+@pytest.mark.parametrize("zigzag", [False, True])
+def test_rows_that_another_axis_splits_add_up_in_the_loop(zigzag: bool, form: str) -> None:
+    """A mask says so: a sum over that axis arrives before a group sends it on around the ring."""
+    mesh, shape = DeviceMesh.arange(cp=2, tp=2), [1, 4, 8, 4]
+    across = {"cp": Shard(2, zigzag=zigzag)}
+    with mf.FusionDefinition("hidden") as fd:
+        q, k, v = (fd.define_tensor(shape, torch.float64, mesh, across) for _ in "qkv")
+        rows = across | {"tp": Shard(2, zigzag=zigzag)}
+        mask = fd.define_tensor([1, 4, 8, 8], torch.float64, mesh, rows)
+        y = mf.ops.attention(q, k, v, mask).output
+        fd.add_output(y)
+        for x in mf.grad((y * y).sum(), [q, k, v]):
+            fd.add_output(x)
+    if zigzag and form == "ring":
+        with pytest.raises(mf.MdfuseError, match="positions are split along cp") as caught:
+            mf.compile(fd, RING)
+        assert "cp and tp split the rows of its mask in zigzag order" in str(caught.value)
+        assert "test_ring.py" in str(caught.value)
+        return
+    tensors = [*given((1, 4, 4, 8, 4), torch.float64, 2), drawn(1, 4, 8, 8, seed=3).double()]
+    a, b, c = (x.clone().requires_grad_() for x in tensors[:3])
+    want = (a @ b.mT / 2 + tensors[3]).softmax(-1) @ c
+    wants = [want.detach(), *torch.autograd.grad((want * want).sum(), (a, b, c))]
+    program = mf.compile(fd, Options(context=form))  # type: ignore[arg-type]
+    check_everywhere(program, tensors, wants)
+    inside = [j for i in program.host if i.op == "for" for j in i.walk() if j.comm is not None]
+    assert {j.comm.kind for j in inside} == ({"Allreduce"} if form == "ring" else set())
+
+
+@pytest.mark.parametrize("zigzag", [False, True])
+def test_wide_sums_are_rounded_behind_the_loop(zigzag: bool) -> None:
+    options = Options(context="ring", reduce_dtype=torch.float64)
+    shape, dtype = (1, 4, 2, 11, 4), torch.float32
+    program = mf.compile(defined({"cp": 2}, shape, zigzag, dtype, is_causal=True), options)
+    tensors = given(shape, dtype, 4)
+    wants, _ = expected(tensors, is_causal=True)
+    check_everywhere(program, tensors, [x.float() for x in wants])
+    assert not any(j.fn == "cast" for i in program.host if i.op == "for" for j in i.walk())
+
+
+@pytest.mark.parametrize("zigzag", [False, True])
+def test_joined_terms_change_their_layout_behind_the_loop(zigzag: bool) -> None:
+    """One head of keys for all: heads of the query, and of terms, are whole; of sinks not."""
+    mesh, across = DeviceMesh.arange(cp=2, tp=2), {"cp": Shard(2, zigzag=zigzag), "tp": Shard(1)}
+    with mf.FusionDefinition("sinks") as fd:
+        sizes = [1, 4, 8, 4], [1, 1, 9, 4], [1, 1, 9, 4]
+        q, k, v = (fd.define_tensor(n, torch.float64, mesh, across) for n in sizes)
+        sink = fd.define_tensor([4, 1], torch.float64, mesh, {"tp": Shard(0)})
+        y, sums = mf.ops.attention(q, k, v, enable_gqa=True)
+        fd.add_output(y * (sums - sink).sigmoid().unsqueeze(-1))
+    tensors = [drawn(*n, seed=at).double() for at, n in enumerate((*sizes, [4, 1]))]
+    q, k, v, sink = tensors
+    scores = q @ k.mT / 2
+    with_sink = torch.cat([scores, sink.view(1, 4, 1, 1).expand(1, 4, 8, 1)], -1)
+    want = with_sink.softmax(-1)[..., :-1] @ v
+    check_everywhere(mf.compile(fd, RING), tensors, [want])
