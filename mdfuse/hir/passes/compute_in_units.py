@@ -68,14 +68,13 @@ class _Units:
 
     def move(self, n: int, x: str) -> None:
         """Let the readers of a result of a unit compute it, if that takes no more memory."""
-        is_alone = x not in self.pinned and self.flow.is_own(x) and is_large(self.program, x)
-        if not is_alone or self.flow.results(x) != [n]:
+        chain = _chain(self.code[n], x) if x not in self.pinned else []
+        if not chain or not self.flow.is_own(x) or not is_large(self.program, x):
             return
         readers = self.flow.readers(x)
         if not readers or any(self.code[r].op != "launch" for r in readers):
             return
-        chain = _chain(self.code[n], x)
-        if not chain or not self.are_there(chain, n, readers):
+        if self.flow.results(x) != [n] or not self.are_there(chain, n, readers):
             return
         self.changed.update((n, *readers))
         self.code[n] = _of_body(self.code[n], self.code[n].body, {x})

@@ -76,8 +76,13 @@ def _parted(unit: Instruction) -> Sequence[tuple[Instruction, ...]] | None:
     """
     inside, others = list[Instruction](), list[Instruction]()
     for i in unit.body:
-        (inside if is_elementwise(i) and i.order is None else others).append(i)
-    if not is_work(inside) or not all(is_library(i) or _is_plain_view(i) for i in others):
+        if is_elementwise(i) and i.order is None:
+            inside.append(i)
+        elif is_library(i) or (may_share(i) and i.order is None):
+            others.append(i)
+        else:
+            return None
+    if not is_work(inside):
         return None
     needed, ahead = {x for i in inside for x in i.reads}, list[Instruction]()
     for i in reversed(others):
@@ -89,7 +94,3 @@ def _parted(unit: Instruction) -> Sequence[tuple[Instruction, ...]] | None:
     if any(map(is_library, behind)) and computed.isdisjoint(x for i in ahead for x in i.reads):
         return tuple(ahead[::-1]), tuple(inside), tuple(behind)
     return None
-
-
-def _is_plain_view(i: Instruction) -> bool:
-    return may_share(i) and i.order is None

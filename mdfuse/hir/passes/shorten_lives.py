@@ -89,11 +89,17 @@ class _Lives:
     def nbytes(self, names: Iterable[str]) -> int:
         return sum([nbytes(self.program, x) for x in names])
 
+    def meet(self, i: Instruction, j: Instruction) -> bool:
+        return self.flow.effects(i).meet(self.flow.effects(j))
+
     def sink(self) -> None:
         """Move products down to whoever reads them first."""
         for n in reversed(range(len(self.code))):
             i = self.code[n]
-            if is_library(i) and self.is_new(i) and (passed := self.passed_down(n)):
+            behind = self.code[n + 1] if n + 1 < len(self.code) else i
+            if not is_library(i) or not _is_passed_down(behind) or self.meet(i, behind):
+                continue
+            if self.is_new(i) and (passed := self.passed_down(n)):
                 self.code[n : n + 1 + len(passed)] = [*passed, i]
                 self.last.update(dict.fromkeys(self.dying(i, (i, *passed)), i))
 
@@ -102,10 +108,10 @@ class _Lives:
         i, passed, ends = self.code[n], list[Instruction](), Counter[int]()
         for x in {*map(self.flow.memory, i.reads)} - self.pinned:
             ends[id(self.last_use(x))] += self.nbytes([x])
-        effects, room = self.flow.effects(i), self.nbytes(i.outputs) - ends[id(i)]
+        room = self.nbytes(i.outputs) - ends[id(i)]
         for at in range(n + 1, len(self.code)):
             j = self.code[at]
-            if not _is_passed_down(j) or effects.meet(self.flow.effects(j)):
+            if not _is_passed_down(j) or self.meet(i, j):
                 break
             room -= ends[id(j)]
             if room <= 0:
@@ -116,17 +122,19 @@ class _Lives:
     def raise_elements(self) -> None:
         """Move what is computed element by element up to what makes an operand."""
         for n, i in enumerate(self.code):
-            is_plain = is_elementwise(i) and i.order is None
-            if is_plain and self.is_new(i) and (count := self.passed_up(n)):
+            ahead = self.code[n - 1]
+            if not n or not is_elementwise(i) or not _is_passed_up(ahead) or self.meet(i, ahead):
+                continue
+            if i.order is None and self.is_new(i) and (count := self.passed_up(n)):
                 self.code[n - count : n + 1] = [i, *self.code[n - count : n]]
 
     def passed_up(self, n: int) -> int:
         """Return behind how many an instruction comes no longer; 0: it would save nothing."""
         i, at = self.code[n], n
         gone = {x: self.nbytes([x]) for x in self.dying(i, (i,))}
-        effects, room = self.flow.effects(i), sum(gone.values()) - self.nbytes(i.outputs)
+        room = sum(gone.values()) - self.nbytes(i.outputs)
         while room > 0 and at and _is_passed_up(j := self.code[at - 1]):
-            if effects.meet(self.flow.effects(j)):
+            if self.meet(i, j):
                 break
             at -= 1
             used = map(self.flow.memory, self.flow.effects(j).reads)
