@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from mdfuse.config import Options
 from mdfuse.hir.analysis.dataflow import Dataflow, dataflow, pinned
 from mdfuse.hir.instructions import is_elementwise, is_work
-from mdfuse.hir.passes.large_values import has_numbers, has_units_in_order, is_large, nbytes
+from mdfuse.hir.passes.large_values import has_large, is_large, nbytes
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.ir.graph import fresh_name
 
@@ -31,7 +31,7 @@ name = "compute_in_units"
 
 def run(program: HostProgram, options: Options) -> HostProgram:
     """Return the program whose units compute such values themselves."""
-    if not has_units_in_order(program, options) or not has_numbers(program):
+    if not has_large(program, options):
         return program
     flow = dataflow(program)
     units = _Units(program, flow, pinned(program), [*flow.code], dict(program.types))

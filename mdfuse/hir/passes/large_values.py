@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
+from math import prod
+from typing import Any
+
+import torch
 
 from mdfuse.config import Options
 from mdfuse.extents.extent import is_symbolic
@@ -15,6 +20,9 @@ from mdfuse.hir.program import BufferType, HostProgram, Instruction
 #: Bytes from which on passes look at the life of a value: others are little of a program's memory.
 LEAST = 16 << 20
 
+#: Bytes of the widest element.
+_WIDEST = torch.complex128.itemsize
+
 
 def has_units_in_order(program: HostProgram, options: Options) -> bool:
     """Tell whether a program gets launches, and runs its instructions one after the other."""
@@ -25,8 +33,19 @@ def has_units_in_order(program: HostProgram, options: Options) -> bool:
 
 def has_numbers(program: HostProgram) -> bool:
     """Tell whether all extents are numbers: to compare others would decide about a run's."""
-    shapes = {id(kind.shape): kind.shape for kind in program.types.values()}  # many have the same
-    return not any(is_symbolic(n) for shape in shapes.values() for n in shape)
+    return not any(is_symbolic(n) for shape in _shapes(program) for n in shape)
+
+
+def has_large(program: HostProgram, options: Options) -> bool:
+    """Tell whether passes on the lives of large values have something to do in a program."""
+    if not has_units_in_order(program, options) or not has_numbers(program):
+        return False
+    return any(_WIDEST * prod(shape) >= LEAST for shape in _shapes(program))
+
+
+def _shapes(program: HostProgram) -> Sequence[tuple[Any, ...]]:
+    """Return the shapes of all values, most of them once: many values have the same one."""
+    return [*{id(kind.shape): kind.shape for kind in program.types.values()}.values()]
 
 
 def is_large(program: HostProgram, x: str) -> bool:

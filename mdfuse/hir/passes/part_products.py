@@ -23,8 +23,7 @@ from mdfuse.hir.analysis.dataflow import dataflow, pinned, with_code
 from mdfuse.hir.instructions import is_elementwise, is_library, is_work, may_share
 from mdfuse.hir.passes.cut_units import is_plain, part_of
 from mdfuse.hir.passes.large_values import (
-    has_numbers,
-    has_units_in_order,
+    has_large,
     is_large,
     lies_as_planned,
 )
@@ -35,7 +34,7 @@ name = "part_products"
 
 def run(program: HostProgram, options: Options) -> HostProgram:
     """Return the program with such units parted, where launches are made."""
-    if not has_units_in_order(program, options) or not has_numbers(program):
+    if not has_large(program, options):
         return program
     code = list[Instruction]()
     for n, unit in enumerate(program.instructions):

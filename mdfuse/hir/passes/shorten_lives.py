@@ -23,8 +23,7 @@ from mdfuse.config import Options
 from mdfuse.hir.analysis.dataflow import Dataflow, dataflow, pinned, with_code
 from mdfuse.hir.instructions import is_elementwise, is_library, is_local
 from mdfuse.hir.passes.large_values import (
-    has_numbers,
-    has_units_in_order,
+    has_large,
     is_large,
     nbytes,
 )
@@ -35,7 +34,7 @@ name = "shorten_lives"
 
 def run(program: HostProgram, options: Options) -> HostProgram:
     """Return the program with such work in other places, where launches are made."""
-    if not has_units_in_order(program, options) or not has_numbers(program):
+    if not has_large(program, options):
         return program
     lives = _Lives.of(program)
     lives.sink()
