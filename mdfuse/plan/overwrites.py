@@ -14,7 +14,13 @@ from torch import Tag, fx
 from mdfuse.plan.inductor import shared_by, writes_of
 
 #: Elementwise ops that torch does not mark so.
-_ALSO = frozenset({"aten._to_copy", "aten.copy_", "aten.detach", "aten.alias"})
+_ALSO = frozenset({
+    "aten._to_copy", "aten.alias", "aten.complex", "aten.copy_", "aten.detach",
+    "aten.elu_backward", "aten.floor_divide", "aten.hardshrink_backward",
+    "aten.hardsigmoid_backward", "aten.hardswish", "aten.hardswish_backward",
+    "aten.leaky_relu_backward", "aten.mish_backward", "aten.polar", "aten.softplus_backward",
+    "aten.softshrink_backward",
+})  # fmt: skip
 
 
 def is_tangled(graph: fx.Graph) -> bool:
@@ -76,8 +82,9 @@ def _nodes(given: object) -> Iterator[fx.Node]:
 
 
 def _is_elementwise(node: fx.Node) -> bool:
-    usual = getattr(getattr(node.target, "overloadpacket", None), "default", None)
-    marks = (getattr(x, "tags", ()) for x in (node.target, usual))  # torch marks not every form
+    packet, form = getattr(node.target, "overloadpacket", None), str(node.target).split(".")[-1]
+    usual = [getattr(packet, x, None) for x in ("default", form.removesuffix("_out"))]
+    marks = (getattr(x, "tags", ()) for x in (node.target, *usual))  # torch marks not every form
     return any(Tag.pointwise in tags for tags in marks) or _name(node) in _ALSO
 
 

@@ -6,14 +6,15 @@ positions. All passes, plans and costs ask the same facts: `dataflow(program)`.
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from mdfuse.hir.instructions import POSTS, received, row_of
-from mdfuse.hir.once import once
+from mdfuse.hir.once import note, once
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.layouts.boxes import Box, intersect
 
@@ -189,6 +190,21 @@ class Dataflow:
         """For each position the names that are used there, each once."""
         return [dict.fromkeys(_used(i)) for i in self.code]
 
+    def last_use(self, name: str) -> int:
+        """Return where the memory of a name is used last; a wait uses it as its post."""
+        memory = self.memory(name)
+        ends = [self.uses[x][-1] for x in self._handles.get(memory, ())]
+        return max(self.touches[memory][-1][0], *ends) if ends else self.touches[memory][-1][0]
+
+    @cached_property
+    def _handles(self) -> Mapping[str, Sequence[str]]:
+        """Memory -> the handles of posts that use it."""
+        handles = defaultdict[str, list[str]](list)
+        for handle, post in self.posts.items():
+            for x in {*map(self.memory, (*post.reads, *received(post)))}:
+                handles[x].append(handle)
+        return handles
+
     @cached_property
     def used_at(self) -> Mapping[str, Sequence[int]]:
         """Name, or memory by its name -> where it is used, in order; a wait uses as its post."""
@@ -227,7 +243,7 @@ class Dataflow:
         instruction must then read each element of the operand before it writes the element.
         """
         is_alike = self.types.get(operand) == self.types[result] and self.is_own(operand)
-        return is_alike and self.used_at[operand][-1] <= at
+        return is_alike and self.last_use(operand) <= at
 
     def bound_at(self, name: str) -> int:
         """Return where a name is bound; -1 for inputs."""
@@ -322,6 +338,19 @@ def dataflow(program: HostProgram) -> Dataflow:
         binders=binders,
         posts=posts,
     )
+
+
+def with_code(program: HostProgram, code: Sequence[Instruction]) -> HostProgram:
+    """Return a program with the same work in another order, or in other units; or itself.
+
+    The facts about its names are then the same, but for places.
+    """
+    flow = dataflow(program)
+    if len(code) == len(flow.code) and all(map(operator.is_, code, flow.code)):
+        return program
+    new = replace(program, instructions=tuple(code))
+    note(dataflow, new, replace(flow, code=new.instructions))
+    return new
 
 
 @once

@@ -16,13 +16,13 @@ that a unit does not read yet be no more bytes than the value.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from mdfuse.config import Options
 from mdfuse.hir.analysis.dataflow import Dataflow, dataflow, pinned
 from mdfuse.hir.instructions import is_elementwise, is_work
-from mdfuse.hir.passes.large_values import has_numbers, has_units_in_order, is_large
+from mdfuse.hir.passes.large_values import has_large, is_large, nbytes
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.ir.graph import fresh_name
 
@@ -31,7 +31,7 @@ name = "compute_in_units"
 
 def run(program: HostProgram, options: Options) -> HostProgram:
     """Return the program whose units compute such values themselves."""
-    if not has_units_in_order(program, options) or not has_numbers(program):
+    if not has_large(program, options):
         return program
     flow = dataflow(program)
     units = _Units(program, flow, pinned(program), [*flow.code], dict(program.types))
@@ -40,9 +40,8 @@ def run(program: HostProgram, options: Options) -> HostProgram:
             units.move(n, x)
     if not units.changed:
         return program
-    code = tuple(j for i in units.code for j in _as_work(i))
-    bound = {x for i in code for j in i.walk() for x in j.outputs}
-    gone = {x for i in units.changed for j in i.walk() for x in j.outputs} - bound
+    code = tuple(j for n, i in enumerate(units.code) for j in units.as_work(n, i))
+    gone = units.gone()
     types = {x: kind for x, kind in units.types.items() if x not in gone}
     return replace(program, instructions=code, types=types)
 
@@ -57,7 +56,7 @@ class _Units:
         pinned: names that are in use whoever reads them.
         code: the instructions.
         types: of all names.
-        changed: the instructions that others have replaced.
+        changed: the positions of units that have others in their places.
     """
 
     program: HostProgram
@@ -65,20 +64,19 @@ class _Units:
     pinned: frozenset[str]
     code: list[Instruction]
     types: dict[str, BufferType]
-    changed: list[Instruction] = field(default_factory=list)
+    changed: set[int] = field(default_factory=set)
 
     def move(self, n: int, x: str) -> None:
         """Let the readers of a result of a unit compute it, if that takes no more memory."""
+        chain = _chain(self.code[n], x) if x not in self.pinned else []
+        if not chain or not self.flow.is_own(x) or not is_large(self.program, x):
+            return
         readers = self.flow.readers(x)
-        is_alone = x not in self.pinned and self.flow.is_own(x) and self.flow.results(x) == [n]
-        if not is_alone or not readers or not is_large(self.program, x):
+        if not readers or any(self.code[r].op != "launch" for r in readers):
             return
-        if any(self.code[r].op != "launch" for r in readers):
+        if self.flow.results(x) != [n] or not self.are_there(chain, n, readers):
             return
-        chain = _chain(self.code[n], x)
-        if not chain or not self.are_there(chain, n, readers):
-            return
-        self.changed += [self.code[at] for at in (n, *readers)]
+        self.changed.update((n, *readers))
         self.code[n] = _of_body(self.code[n], self.code[n].body, {x})
         for r in readers:
             names = dict[str, str]()
@@ -88,6 +86,18 @@ class _Units:
             body = (*chain, *self.code[r].body)
             self.code[r] = _of_body(self.code[r], [i.renamed(names) for i in body])
 
+    def as_work(self, n: int, i: Instruction) -> Sequence[Instruction]:
+        """Return an instruction; for a unit that has become too short, those in it."""
+        return (i,) if n not in self.changed or is_work(i.body) else i.body
+
+    def gone(self) -> set[str]:
+        """Return the names of which nothing is left."""
+        old, new = (
+            {x for n in self.changed for j in code[n].body for x in j.outputs}
+            for code in (self.flow.code, self.code)
+        )
+        return {x for x in old - new if self.changed.issuperset(self.flow.uses.get(x, ()))}
+
     def are_there(self, chain: Sequence[Instruction], n: int, readers: Sequence[int]) -> bool:
         """Tell whether all readers have what a value is computed of, and read no more for it."""
         results = {x for i in chain for x in i.outputs}
@@ -95,15 +105,18 @@ class _Units:
         last = max(readers)
         for x in operands:
             memory = self.flow.memory(x)
-            is_alive = memory in self.pinned or self.flow.used_at[memory][-1] >= last
-            written = self.flow.written_at.get(memory, ())
-            if not is_alive or any(n <= at <= last for at in written):
+            places = [at for at, _ in self.flow.touches[memory]]
+            is_alive = memory in self.pinned or self.flow.last_use(x) >= last
+            if not is_alive or any(self.writes(at, memory) for at in places if n <= at <= last):
                 return False
-        size = self.types[chain[-1].outputs[0]].nbytes()
+        size = nbytes(self.program, chain[-1].outputs[0])
         return all(
-            sum(self.types[x].nbytes() for x in operands if x not in self.code[r].reads) <= size
+            sum([nbytes(self.program, x) for x in operands if x not in self.code[r].reads]) <= size
             for r in readers
         )
+
+    def writes(self, at: int, memory: str) -> bool:
+        return memory in self.flow.effects(self.flow.code[at]).writes
 
 
 def _chain(unit: Instruction, x: str) -> list[Instruction]:
@@ -137,8 +150,3 @@ def _of_body(
         reads |= dict.fromkeys(x for x in i.reads if x not in results)
         results.update(i.outputs)
     return replace(unit, inputs=tuple(reads), outputs=outputs, body=tuple(live[::-1]))
-
-
-def _as_work(i: Instruction) -> Iterator[Instruction]:
-    """Yield an instruction; for a unit that has become too short, those in it."""
-    yield from (i,) if i.op != "launch" or is_work(i.body) else i.body

@@ -17,15 +17,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 from mdfuse.config import Options
-from mdfuse.hir.analysis.dataflow import dataflow, pinned
+from mdfuse.hir.analysis.dataflow import dataflow, pinned, with_code
 from mdfuse.hir.instructions import is_elementwise, is_library, is_work, may_share
 from mdfuse.hir.passes.cut_units import is_plain, part_of
 from mdfuse.hir.passes.large_values import (
-    has_numbers,
-    has_units_in_order,
+    has_large,
     is_large,
     lies_as_planned,
 )
@@ -36,7 +34,7 @@ name = "part_products"
 
 def run(program: HostProgram, options: Options) -> HostProgram:
     """Return the program with such units parted, where launches are made."""
-    if not has_units_in_order(program, options) or not has_numbers(program):
+    if not has_large(program, options):
         return program
     code = list[Instruction]()
     for n, unit in enumerate(program.instructions):
@@ -46,7 +44,7 @@ def run(program: HostProgram, options: Options) -> HostProgram:
             continue
         ahead, inside, behind = parts
         code += (*ahead, part_of(unit, inside, behind), *behind)
-    return replace(program, instructions=tuple(code))
+    return with_code(program, code)
 
 
 def _is_less(
@@ -61,7 +59,7 @@ def _is_less(
     part, read = part_of(unit, inside, behind), {x for i in behind for x in i.reads}
     names = Counter(map(flow.memory, unit.reads))
     given = (x for x in unit.reads if flow.is_own(x) and names[x] == 1)
-    makers = {x: flow.code[flow.bound_at(x)] for x in given if flow.used_at[x][-1] == n}
+    makers = {x: flow.code[flow.bound_at(x)] for x in given if flow.last_use(x) == n}
     products = (i for i in ahead if is_library(i))
     makers |= {x: i for i in products for x in i.outputs if x not in unit.outputs}
     gone = {x for x in part.reads if x in makers and x not in fixed and x not in read}
@@ -75,9 +73,15 @@ def _parted(unit: Instruction) -> Sequence[tuple[Instruction, ...]] | None:
 
     None: it has other work, or none in front of products.
     """
-    inside = [i for i in unit.body if is_elementwise(i) and i.order is None]
-    others = [i for i in unit.body if i not in inside]
-    if not is_work(inside) or not all(is_library(i) or _is_plain_view(i) for i in others):
+    inside, others = list[Instruction](), list[Instruction]()
+    for i in unit.body:
+        if is_elementwise(i) and i.order is None:
+            inside.append(i)
+        elif is_library(i) or (may_share(i) and i.order is None):
+            others.append(i)
+        else:
+            return None
+    if not is_work(inside):
         return None
     needed, ahead = {x for i in inside for x in i.reads}, list[Instruction]()
     for i in reversed(others):
@@ -89,7 +93,3 @@ def _parted(unit: Instruction) -> Sequence[tuple[Instruction, ...]] | None:
     if any(map(is_library, behind)) and computed.isdisjoint(x for i in ahead for x in i.reads):
         return tuple(ahead[::-1]), tuple(inside), tuple(behind)
     return None
-
-
-def _is_plain_view(i: Instruction) -> bool:
-    return may_share(i) and i.order is None

@@ -15,13 +15,18 @@ past a wait, behind which it would hide nothing.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from mdfuse.config import Options
-from mdfuse.hir.analysis.dataflow import Dataflow, dataflow, pinned
+from mdfuse.hir.analysis.dataflow import Dataflow, dataflow, pinned, with_code
 from mdfuse.hir.instructions import is_elementwise, is_library, is_local
-from mdfuse.hir.passes.large_values import has_numbers, has_units_in_order, is_large
+from mdfuse.hir.passes.large_values import (
+    has_large,
+    is_large,
+    nbytes,
+)
 from mdfuse.hir.program import HostProgram, Instruction
 
 name = "shorten_lives"
@@ -29,12 +34,12 @@ name = "shorten_lives"
 
 def run(program: HostProgram, options: Options) -> HostProgram:
     """Return the program with such work in other places, where launches are made."""
-    if not has_units_in_order(program, options) or not has_numbers(program):
+    if not has_large(program, options):
         return program
     lives = _Lives.of(program)
     lives.sink()
     lives.raise_elements()
-    return replace(program, instructions=tuple(lives.code))
+    return with_code(program, lives.code)
 
 
 @dataclass(eq=False)
@@ -44,9 +49,9 @@ class _Lives:
     Attributes:
         program: whose instructions these are.
         flow: its dataflow.
-        pinned: names that are in use whoever reads them.
+        pinned: names that are in use whoever reads them, and their memory.
         code: the instructions.
-        last: memory -> the instruction that uses it last.
+        last: memory -> the instruction that uses it last, where this is known.
     """
 
     program: HostProgram
@@ -57,14 +62,15 @@ class _Lives:
 
     @classmethod
     def of(cls, program: HostProgram) -> _Lives:
-        flow, code = dataflow(program), list(program.instructions)
-        last = {x: i for i in code for x in cls.used(flow, i)}
-        return cls(program, flow, pinned(program), code, last)
+        flow, fixed = dataflow(program), pinned(program)
+        every = fixed.union(map(flow.memory, fixed))
+        return cls(program, flow, every, list(program.instructions), {})
 
-    @staticmethod
-    def used(flow: Dataflow, i: Instruction) -> Iterable[str]:
-        effects = flow.effects(i)
-        return map(flow.memory, (*effects.reads, *effects.writes))
+    def last_use(self, memory: str) -> Instruction:
+        """Return the instruction that uses memory last."""
+        if memory not in self.last:
+            self.last[memory] = self.flow.code[self.flow.last_use(memory)]
+        return self.last[memory]
 
     def is_new(self, i: Instruction) -> bool:
         """Tell whether an instruction makes one large value in memory of its own."""
@@ -77,53 +83,68 @@ class _Lives:
     def dying(self, i: Instruction, among: Iterable[Instruction]) -> list[str]:
         """Return the memory of operands of an instruction that some are the last to use."""
         ends, read = set(map(id, among)), dict.fromkeys(map(self.flow.memory, i.reads))
-        fixed = set(map(self.flow.memory, self.pinned))
-        return [x for x in read if x not in fixed and id(self.last[x]) in ends]
+        return [x for x in read if x not in self.pinned and id(self.last_use(x)) in ends]
 
     def nbytes(self, names: Iterable[str]) -> int:
-        return sum(self.program.types[x].nbytes() for x in names)
+        return sum([nbytes(self.program, x) for x in names])
+
+    def meet(self, i: Instruction, j: Instruction) -> bool:
+        return self.flow.effects(i).meet(self.flow.effects(j))
 
     def sink(self) -> None:
         """Move products down to whoever reads them first."""
         for n in reversed(range(len(self.code))):
             i = self.code[n]
-            if not is_library(i) or not self.is_new(i):
+            behind = self.code[n + 1] if n + 1 < len(self.code) else i
+            if not is_library(i) or not _is_passed_down(behind) or self.meet(i, behind):
                 continue
-            effects, end = self.flow.effects(i), n + 1
-            while end < len(self.code) and _is_passed_down(j := self.code[end]):
-                if effects.meet(self.flow.effects(j)):
-                    break
-                end += 1
-            passed = self.code[n + 1 : end]
-            longer = self.dying(i, (i, *passed))
-            if any(map(is_library, passed)) and self.nbytes(longer) < self.nbytes(i.outputs):
-                self.code[n:end] = [*passed, i]
-                self.last.update(dict.fromkeys(longer, i))
+            if self.is_new(i) and (passed := self.passed_down(n)):
+                self.code[n : n + 1 + len(passed)] = [*passed, i]
+                self.last.update(dict.fromkeys(self.dying(i, (i, *passed)), i))
+
+    def passed_down(self, n: int) -> list[Instruction]:
+        """Return those behind a product in front of which it goes; none: it would hold more."""
+        i, passed, ends = self.code[n], list[Instruction](), Counter[int]()
+        for x in {*map(self.flow.memory, i.reads)} - self.pinned:
+            ends[id(self.last_use(x))] += self.nbytes([x])
+        room = self.nbytes(i.outputs) - ends[id(i)]
+        for at in range(n + 1, len(self.code)):
+            j = self.code[at]
+            if not _is_passed_down(j) or self.meet(i, j):
+                break
+            room -= ends[id(j)]
+            if room <= 0:
+                return []
+            passed.append(j)
+        return passed if room > 0 and any(map(is_library, passed)) else []
 
     def raise_elements(self) -> None:
         """Move what is computed element by element up to what makes an operand."""
         for n, i in enumerate(self.code):
-            if not is_elementwise(i) or i.order is not None or not self.is_new(i):
+            ahead = self.code[n - 1]
+            if not n or not is_elementwise(i) or not _is_passed_up(ahead) or self.meet(i, ahead):
                 continue
-            gone = self.dying(i, (i,))
-            if self.nbytes(gone) <= self.nbytes(i.outputs):
-                continue
-            effects, at = self.flow.effects(i), n
-            while at and _is_passed_up(j := self.code[at - 1]):
-                if effects.meet(self.flow.effects(j)):
-                    break
-                at -= 1
-            passed = self.code[at:n]
-            used = {x for j in passed for x in self.used(self.flow, j)}
-            shorter = [x for x in gone if x not in used]
-            is_behind_elements = at > 0 and is_elementwise(self.code[at - 1])
-            is_less = self.nbytes(shorter) > self.nbytes(i.outputs)
-            if is_behind_elements and is_less and any(map(is_library, passed)):
-                self.code[at : n + 1] = [i, *passed]
+            if i.order is None and self.is_new(i) and (count := self.passed_up(n)):
+                self.code[n - count : n + 1] = [i, *self.code[n - count : n]]
+
+    def passed_up(self, n: int) -> int:
+        """Return behind how many an instruction comes no longer; 0: it would save nothing."""
+        i, at = self.code[n], n
+        gone = {x: self.nbytes([x]) for x in self.dying(i, (i,))}
+        room = sum(gone.values()) - self.nbytes(i.outputs)
+        while room > 0 and at and _is_passed_up(j := self.code[at - 1]):
+            if self.meet(i, j):
+                break
+            at -= 1
+            used = map(self.flow.memory, self.flow.effects(j).reads)
+            room -= sum([gone.pop(x, 0) for x in used])
+        is_behind_elements = at > 0 and is_elementwise(self.code[at - 1])
+        is_past_products = any(map(is_library, self.code[at:n]))
+        return n - at if room > 0 and is_behind_elements and is_past_products else 0
 
 
 def _is_passed_down(i: Instruction) -> bool:
-    return is_local(i) or i.op in ("alloc", "post")
+    return i.op != "fetch" and (is_local(i) or i.op in ("alloc", "post"))  # the host waits there
 
 
 def _is_passed_up(i: Instruction) -> bool:

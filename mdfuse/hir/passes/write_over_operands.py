@@ -58,13 +58,14 @@ def _pairs(program: HostProgram) -> Iterator[tuple[int, dict[str, str]]]:
             continue
         reads, chosen = dict.fromkeys(unit.reads), dict[str, str]()
         parts = Counter(map(flow.memory, reads))  # the unit may read views of an operand, too
-        free = [x for x in reads if parts[x] == 1 and flow.is_own(x)]
-        free = [x for x in free if lies_as_planned(flow, x, flow.code[flow.bound_at(x)])]
+        free = [x for x in reads if parts[x] == 1]
         for y in unit.outputs:
             is_free = y not in fixed and flow.is_own(y) and flow.results(y) == [n]
             if is_free and is_large(program, y):
                 over = (x for x in free if flow.may_lie_over(y, x, n))
-                x = next((x for x in over if _is_by_element(program, unit, y, x)), None)
+                over = (x for x in over if _is_by_element(program, unit, y, x))
+                makers = ((x, flow.code[flow.bound_at(x)]) for x in over)
+                x = next((x for x, i in makers if lies_as_planned(flow, x, i)), None)
                 if x is not None:
                     chosen[y] = x
                     free.remove(x)
