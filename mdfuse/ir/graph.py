@@ -297,6 +297,15 @@ class Fusion(Forgetful):
             values[name] = values[name].having(layout=layout)
         return replace(self, values=values)
 
+    def with_exprs(
+        self, exprs: Iterable[Expr], values: Mapping[str, Value] | None = None
+    ) -> Fusion:
+        """Return this fusion with other expressions, and without values that these do not name."""
+        exprs = tuple(exprs)
+        named = {*self.inputs, *(x for e in exprs for x in e.outputs)}
+        of = self.values if values is None else values
+        return replace(self, values={n: v for n, v in of.items() if n in named}, exprs=exprs)
+
     def where(self, *names: str) -> list[str]:
         """Return the source lines of some values, for error messages."""
         sources = (self.values[n].source for n in names)

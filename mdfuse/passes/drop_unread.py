@@ -7,8 +7,6 @@ return %b                                       return %b
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from mdfuse.ir.graph import Expr, Fusion
 
 name = "drop_unread"
@@ -16,10 +14,7 @@ name = "drop_unread"
 
 def run(fusion: Fusion) -> Fusion:
     """Return the fusion without expressions that nobody reads."""
-    live = live_exprs(fusion)
-    named = {*fusion.inputs, *(name for e in live for name in e.outputs)}
-    values = {n: v for n, v in fusion.values.items() if n in named}
-    return replace(fusion, values=values, exprs=live)
+    return fusion.with_exprs(live_exprs(fusion))
 
 
 def live_exprs(fusion: Fusion) -> tuple[Expr, ...]:

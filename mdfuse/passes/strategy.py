@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from operator import is_
+from operator import attrgetter, is_
 
 from mdfuse.caching import Cache
 from mdfuse.extents.assumptions import active_assumptions
@@ -48,6 +48,9 @@ class Strategy:
 #: the last one without laws, while its results are inferred, and the last one with some.
 _Answer = tuple[list[Value], tuple[Layout | None, ...], Strategy]
 
+#: The fields of a value that a strategy depends on, besides its layout and the copies of it.
+_KIND = attrgetter("shape", "dtype", "expanded")
+
 
 def choose(expr: Expr, values: Mapping[str, Value], *laws: Layout | None) -> Strategy | None:
     """Return the strategy of an expression; None while nothing around it has a layout.
@@ -85,11 +88,7 @@ def _are_alike(some: Sequence[Value], others: Sequence[Value]) -> bool:
 def _is_alike(one: Value, other: Value) -> bool:
     """Return whether two values are one for a strategy."""
     return one is other or (
-        one.layout == other.layout
-        and one.copies == other.copies
-        and one.shape == other.shape
-        and one.dtype == other.dtype
-        and one.expanded == other.expanded
+        one.layout == other.layout and one.copies == other.copies and _KIND(one) == _KIND(other)
     )
 
 
@@ -112,6 +111,21 @@ def _known(
 def choose_here(expr: Expr, values: Mapping[str, Value]) -> Strategy | None:
     """Return the strategy of an expression whose results are to have the layouts in `values`."""
     return choose(expr, values, *[values[name].layout for name in expr.outputs])
+
+
+def choose_laid(
+    expr: Expr, values: Mapping[str, Value], layouts: Mapping[str, Layout]
+) -> Strategy | None:
+    """Return the strategy of an expression where some of its values have other layouts."""
+    near = {x: values[x] for x in (*expr.reads, *expr.outputs)}
+    return choose_here(expr, near | {x: near[x].having(layout=y) for x, y in layouts.items()})
+
+
+def strategy_of(expr: Expr, values: Mapping[str, Value]) -> Strategy:
+    """Return the strategy of an expression whose operands have layouts; see `choose_here`."""
+    strategy = choose_here(expr, values)
+    assert strategy is not None
+    return strategy
 
 
 def read_layouts(expr: Expr, fusion: Fusion) -> Mapping[str, Layout]:
@@ -169,13 +183,9 @@ def _question(
     pattern = tuple(
         [names.index(x) if x in names else None if x is None else -1 for x in expr.inputs]
     )
-    operands = tuple(
-        [
-            (v.shape, v.dtype, v.expanded, v.layout, v.copies and v.copies_beside(expr))
-            for v in [values[name] for name in names]
-        ]
-    )
-    results = tuple([(values[n].shape, values[n].dtype, values[n].expanded) for n in expr.outputs])
+    read = [values[name] for name in names]
+    operands = tuple([(_KIND(v), v.layout, v.copies and v.copies_beside(expr)) for v in read])
+    results = tuple([_KIND(values[name]) for name in expr.outputs])
     return names, (expr.op, expr.attrs, pattern, operands, results, laws)
 
 

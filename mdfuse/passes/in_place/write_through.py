@@ -201,10 +201,7 @@ class _Pushed:
             names[new] = output
         may_go = self.shown.union(values.keys() - self.fusion.values.keys())
         live = _read([_named(e, names) for e in exprs], {*self.fusion.outputs}, may_go)
-        there = {*self.fusion.inputs, *(x for e in live for x in e.outputs)}
-        return replace(
-            self.fusion, values={n: v for n, v in values.items() if n in there}, exprs=live
-        )
+        return self.fusion.with_exprs(live, values)
 
 
 def _viewed(maker: Maker, by: Expr, x: str, step: ViewStep, last: bool) -> str:

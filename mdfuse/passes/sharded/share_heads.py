@@ -65,10 +65,8 @@ def run(fusion: Fusion) -> Fusion:
             expr = new
             changed.update(expr.outputs)
         exprs.append(expr)
-    known = {x for e in exprs for x in e.outputs} | {*fusion.inputs}
-    values = {n: v for n, v in values.items() if n in known}
     free = {n: replace(values[n], layout=None) for n in changed if not values[n].is_law}
-    return _laid_out(fusion, replace(fusion, values={**values, **free}, exprs=tuple(exprs)), free)
+    return _laid_out(fusion, fusion.with_exprs(exprs, {**values, **free}), free)
 
 
 def _laid_out(before: Fusion, fusion: Fusion, free: Collection[str]) -> Fusion:
