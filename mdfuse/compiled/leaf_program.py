@@ -121,11 +121,10 @@ class LeafProgram(Program):
         )
 
     def _evaluator(self, host: HostProgram, options: Options | None) -> HostIrEvaluator:
-        evaluator = self._evaluators.get(options)
-        if evaluator is None:
-            evaluator = LeafEvaluator(self.code.shown, None, options, self.plans, code=self.code)
-            self._evaluators.put(options, evaluator)
-        return evaluator
+        code, plans = self.code, self.plans
+        return self._evaluators.get_or(
+            options, lambda: LeafEvaluator(code.shown, None, options, plans, code=code)
+        )
 
 
 @dataclass
