@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mdfuse.extents.extent import are_same
 from mdfuse.ir import packed_rows
-from mdfuse.ir.dims import Shape, Shapes
+from mdfuse.ir.dims import Shape, Shapes, present
 from mdfuse.ir.local_attributes import ExprPart
 from mdfuse.ir.ragged_dims import choices
 
@@ -285,7 +285,7 @@ def _bound(ids: Shape, n: Shape, cut: PartsOfTokens | Attrs) -> int:
 
 def _given(shapes: Shapes, *ndims: tuple[int, ...]) -> list[Shape]:
     """Return the shapes of operands, each with one of some numbers of dims."""
-    given = [shape for shape in shapes if shape is not None]
+    given = present(shapes)
     if len(given) != len(ndims) or any(len(s) not in n for s, n in zip(given, ndims, strict=True)):
         raise ValueError(f"operands of the shapes {', '.join(map(str, shapes))}")
     return given

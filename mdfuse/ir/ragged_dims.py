@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from mdfuse.extents.extent import are_same, is_symbolic
-from mdfuse.ir.dims import DimMap, Labels, Shape, Shapes
+from mdfuse.ir.dims import DimMap, Labels, Shape, Shapes, present
 from mdfuse.layouts.boxes import nth_chunk
 
 Attrs = Mapping[str, Any]
@@ -119,19 +119,19 @@ def _by_parts(
 
 def of_count(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
     """Label `ids[t,k]`: tokens are split as parts are."""
-    (ids,) = (s for s in shapes if s is not None)
+    (ids,) = present(shapes)
     return _by_parts(ids, result[0], attrs, (_of_ids(ids),), ((_P, None),))
 
 
 def of_places(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
     """Label `ids[t,k], n[p,e]`: each rank looks at its tokens."""
-    ids, n = (s for s in shapes if s is not None)
+    ids, n = present(shapes)
     labels = _of_ids(ids)
     return _by_parts(ids, n[0], attrs, (labels, (_P, None)), (labels,), terms=(1,))
 
 
 def _into_parts(shapes: Shapes, rows: Labels, bound: int, attrs: Attrs) -> DimMap:
-    x, ids, n, *at = (s for s in shapes if s is not None)
+    x, ids, n, *at = present(shapes)
     tokens = (_T, None, _D) if len(x) == 3 else (_T, _D)
     operands = (tokens, _of_ids(ids), (_P, None), *map(_of_ids, at))
     return _by_parts(ids, n[0], attrs, operands, (rows,), (2,), bound)
@@ -148,7 +148,7 @@ def of_line_up(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
 
 
 def _from_parts(shapes: Shapes, rows: Labels, attrs: Attrs) -> DimMap:
-    y, ids, n, *at = (s for s in shapes if s is not None)
+    y, ids, n, *at = present(shapes)
     operands = (rows, _of_ids(ids), (_P, None), *map(_of_ids, at))
     return _by_parts(ids, n[0], attrs, operands, ((_T, None, _D),), (2,), y[-2])
 
@@ -195,7 +195,7 @@ def of_total(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
 
 def of_spread(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
     """Label `rows[p,e,d], x[p,e,b,d], n[p,e]`: what is repeated is whole."""
-    rows, x, _ = (s for s in shapes if s is not None)
+    rows, x, _ = present(shapes)
     wide = (*x[:2], result[3])
     labels = zip(rows, wide, (_P, _E, _D), strict=True)
     repeated = tuple(label if are_same(n, m) else None for n, m, label in labels)
