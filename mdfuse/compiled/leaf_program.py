@@ -32,11 +32,8 @@ from mdfuse.mesh import DeviceMesh
 from mdfuse.passes import meshes
 from mdfuse.passes.segmentation import ShouldMerge
 from mdfuse.plan.runnable import ByCall, Runnable
-from mdfuse.plan.signature import signature_of
 from mdfuse.runtime.agreement.programs import agree, fingerprint
 from mdfuse.runtime.communicator import Communicator
-from mdfuse.runtime.sharing import posters
-from mdfuse.runtime.watch.plan_position import RunCount
 from mdfuse.seeing.costs import Costs
 from mdfuse.seeing.timeline import Timeline
 
@@ -160,12 +157,7 @@ class LeafEvaluator(HostIrEvaluator):
         communicator.open(code.host.backends)
         for name in (None, *code.host.backends):
             communicator.prepare(_teams(code, communicator.rank, name), name)
-        self._signature = signature_of(
-            self.program, communicator.rank, communicator.device, self._number, False
-        )
-        self._tally = RunCount(name=self.program.name, serial=next(communicator.serials))
-        self._posters = posters(communicator, self._tally.serial)
-        communicator.count(self._tally, owner=self._posters)
+        self._count_runs(communicator, may_capture=False)
         self._local, self._device_type = self.program, communicator.device.type
 
     def _first(

@@ -167,6 +167,27 @@ def window(shapes: Shapes, attrs: Attrs) -> Shape:
     )
 
 
+def times_of_heads(last: Shape, repeated: Shape, opened: Shape, first: Shape) -> int:
+    """Return how often the heads of a value are repeated, one after the other; 0 if they are not.
+
+    Args:
+        last: [..., heads, rows, features], each head as often.
+        repeated: with the times of each head as a dim behind that of heads.
+        opened: with one time.
+        first: without that dim.
+    """
+    if min(len(first), len(last)) < 3:
+        return 0
+    lead, (shared, *behind) = first[:-3], first[-3:]
+    times = last[-3] // max(shared, 1)
+    is_so = (last, repeated, opened) == (
+        (*lead, shared * times, *behind),
+        (*lead, shared, times, *behind),
+        (*lead, shared, 1, *behind),
+    )
+    return times if is_so else 0
+
+
 # -- reductions, contractions and composite ops --------------------------------------------------
 
 
