@@ -7,22 +7,11 @@ return %b                                       return %b
 
 from __future__ import annotations
 
-from mdfuse.ir.graph import Expr, Fusion
+from mdfuse.ir.graph import Fusion, leading_to
 
 name = "drop_unread"
 
 
 def run(fusion: Fusion) -> Fusion:
     """Return the fusion without expressions that nobody reads."""
-    return fusion.with_exprs(live_exprs(fusion))
-
-
-def live_exprs(fusion: Fusion) -> tuple[Expr, ...]:
-    """Return the expressions that lead to an output."""
-    read = {*fusion.outputs}
-    live = []
-    for expr in reversed(fusion.exprs):
-        if not read.isdisjoint(expr.outputs):
-            read.update(expr.reads)
-            live.append(expr)
-    return tuple(reversed(live))
+    return fusion.with_exprs(leading_to(fusion.exprs, fusion.outputs))

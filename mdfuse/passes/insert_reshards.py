@@ -28,11 +28,10 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 from mdfuse.extents.extent import is_symbolic
-from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
+from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name, leading_to
 from mdfuse.layouts.layout import Layout, Replicate
 from mdfuse.layouts.stream import Stream
 from mdfuse.layouts.streamed_sets import FORMS, form
-from mdfuse.passes.drop_unread import live_exprs
 from mdfuse.passes.prices import brought_cost, move_cost
 from mdfuse.passes.readers import Readers
 from mdfuse.passes.strategy import is_view, strategy_of, viewed_as, viewed_from
@@ -189,7 +188,7 @@ def run(fusion: Fusion) -> Fusion:
     """Return the fusion with explicit sets."""
     shared = {x for x, readers in fusion.consumers.items() if len(readers) > 1}
     values = dict(fusion.values)
-    live = {expr.outputs[0] for expr in live_exprs(fusion)}
+    live = {expr.outputs[0] for expr in leading_to(fusion.exprs, fusion.outputs)}
     rewriter = _Rewriter(values, Readers(values), live, shared)
     for expr in fusion.exprs:
         _rewrite(rewriter, expr)
