@@ -281,10 +281,6 @@ def _clamp(e: Applied, ct: Handle) -> Handle:
     return ct if most is None else where(le(e[0], most), ct, 0.0)
 
 
-def _cast(e: Applied, ct: Handle) -> Handle:
-    return ct  # cast by the caller
-
-
 def _dropout(e: Applied, ct: Handle) -> Handle:
     """Draw the same mask of the same stream for the cotangent."""
     return record("dropout", ct, e[1], p=e.attrs["p"], stream=e.attrs["stream"])
@@ -342,7 +338,7 @@ _UNARY: dict[str, Callable[[Applied, Handle], Handle]] = {
     "i1": _i1,
     "sinc": _sinc,
     "clamp": _clamp,
-    "cast": _cast,
+    "cast": lambda e, ct: ct,  # by the caller
     "dropout": _dropout,
 }
 
