@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -47,6 +47,14 @@ class Cache(Generic[Value]):
             return None
         self.hits += 1
         self._use(key, value)
+        return value
+
+    def get_or(self, key: Hashable, make: Callable[[], Value]) -> Value:
+        """Return the value as `get` does; one that is missing is made, and put there."""
+        value = self.get(key)
+        if value is None:
+            value = make()
+            self.put(key, value)
         return value
 
     def find(self, key: Hashable) -> Value | None:

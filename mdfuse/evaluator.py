@@ -442,20 +442,19 @@ class HostIrEvaluator:
         communicator.open(self.program.backends)
         for name in (None, *self.program.backends):
             communicator.prepare(groups(local, communicator.rank, name), name)
-        self._signature = signature_of(
-            self.program,
-            communicator.rank,
-            communicator.device,
-            self._number,
-            communicator.can_capture(self.program.backends),
-        )
-        self._tally = RunCount(name=self.program.name, serial=next(communicator.serials))
-        self._posters = posters(communicator, self._tally.serial)
-        communicator.count(self._tally, owner=self._posters)
+        self._count_runs(communicator, communicator.can_capture(self.program.backends))
         align(self.options, communicator, self._tally.serial)
         self._local, self._device_type = local, communicator.device.type
         if self.communicates:
             self._is_captured = captured_by_caller(self.program, communicator)
+
+    def _count_runs(self, communicator: Communicator, may_capture: bool) -> None:
+        """Tell runs by their arguments from here on, and count them on a communicator."""
+        rank, device = communicator.rank, communicator.device
+        self._signature = signature_of(self.program, rank, device, self._number, may_capture)
+        self._tally = RunCount(name=self.program.name, serial=next(communicator.serials))
+        self._posters = posters(communicator, self._tally.serial)
+        communicator.count(self._tally, owner=self._posters)
 
     def _refuse(self, problem: BaseException | None, communicator: Communicator) -> None:
         """Raise a problem instead of a run that others may have begun, and tell them why."""

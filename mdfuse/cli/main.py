@@ -39,6 +39,14 @@ File = Annotated[
     ),
 ]
 
+MeshOption = Annotated[
+    str, typer.Option(metavar="dp=2,tp=4", help="The mesh to build the program for.")
+]
+CostsOption = Annotated[
+    str | None,
+    typer.Option(metavar="h100", help="Predict times: here, h100, unit, or a JSON file."),
+]
+
 
 class Stage(StrEnum):
     """The stage of lowering at which a program is shown."""
@@ -134,9 +142,7 @@ def launch(
 @app.command()
 def dump(
     file: File,
-    mesh: Annotated[
-        str, typer.Option(metavar="dp=2,tp=4", help="The mesh to build the program for.")
-    ] = "tp=4",
+    mesh: MeshOption = "tp=4",
     rank: Annotated[
         int | None,
         typer.Option(min=0, metavar="N", help="Show what this rank runs (stage host)."),
@@ -188,10 +194,7 @@ def diff(
             help="Layouts of inputs in the second program, or, twice, of each; several with ;",
         ),
     ] = None,
-    costs: Annotated[
-        str | None,
-        typer.Option(metavar="h100", help="Predict times: here, h100, unit, or a JSON file."),
-    ] = None,
+    costs: CostsOption = None,
     full: Annotated[bool, typer.Option("--full", help="Compare types of values, too.")] = False,
 ) -> None:
     """Show two programs beside each other: communications, memory, times, and what differs.
@@ -220,16 +223,11 @@ def diff(
 @app.command()
 def report(
     file: File,
-    mesh: Annotated[
-        str, typer.Option(metavar="dp=2,tp=4", help="The mesh to build the program for.")
-    ] = "tp=4",
+    mesh: MeshOption = "tp=4",
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE.html", help="The page.")] = Path(
         "report.html"
     ),
-    costs: Annotated[
-        str | None,
-        typer.Option(metavar="h100", help="Predict times: here, h100, unit, or a JSON file."),
-    ] = None,
+    costs: CostsOption = None,
     trace: Annotated[
         Path | None,
         typer.Option(exists=True, metavar="FOLDER", help="A traced run, to be shown beside."),

@@ -85,12 +85,10 @@ class _AutogradFunction:
         if function.is_inside(args, kwargs):
             return function(*args, **kwargs)
         traced, tensors = function.on_dtensors(args, kwargs)
-        wrapped = self._known.get(id(traced))
-        if wrapped is None:  # it keeps the trace alive, so that no other one gets the same id
-            wrapped = _Differentiable(traced.definition, self.options, traced)
-            self._known.put(id(traced), wrapped)
-        outputs = wrapped(*tensors)
-        return traced.rebuild(outputs)
+        wrapped = self._known.get_or(  # it keeps the trace alive: no other one gets its id
+            id(traced), lambda: _Differentiable(traced.definition, self.options, traced)
+        )
+        return traced.rebuild(wrapped(*tensors))
 
 
 class _Differentiable:

@@ -32,11 +32,8 @@ from mdfuse.mesh import DeviceMesh
 from mdfuse.passes import meshes
 from mdfuse.passes.segmentation import ShouldMerge
 from mdfuse.plan.runnable import ByCall, Runnable
-from mdfuse.plan.signature import signature_of
 from mdfuse.runtime.agreement.programs import agree, fingerprint
 from mdfuse.runtime.communicator import Communicator
-from mdfuse.runtime.sharing import posters
-from mdfuse.runtime.watch.plan_position import RunCount
 from mdfuse.seeing.costs import Costs
 from mdfuse.seeing.timeline import Timeline
 
@@ -121,11 +118,10 @@ class LeafProgram(Program):
         )
 
     def _evaluator(self, host: HostProgram, options: Options | None) -> HostIrEvaluator:
-        evaluator = self._evaluators.get(options)
-        if evaluator is None:
-            evaluator = LeafEvaluator(self.code.shown, None, options, self.plans, code=self.code)
-            self._evaluators.put(options, evaluator)
-        return evaluator
+        code, plans = self.code, self.plans
+        return self._evaluators.get_or(
+            options, lambda: LeafEvaluator(code.shown, None, options, plans, code=code)
+        )
 
 
 @dataclass
@@ -161,12 +157,7 @@ class LeafEvaluator(HostIrEvaluator):
         communicator.open(code.host.backends)
         for name in (None, *code.host.backends):
             communicator.prepare(_teams(code, communicator.rank, name), name)
-        self._signature = signature_of(
-            self.program, communicator.rank, communicator.device, self._number, False
-        )
-        self._tally = RunCount(name=self.program.name, serial=next(communicator.serials))
-        self._posters = posters(communicator, self._tally.serial)
-        communicator.count(self._tally, owner=self._posters)
+        self._count_runs(communicator, may_capture=False)
         self._local, self._device_type = self.program, communicator.device.type
 
     def _first(

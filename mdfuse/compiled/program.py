@@ -344,12 +344,9 @@ class Program(Forgetful):
         return Cache(program_limit(self.options))
 
     def _evaluator(self, host: HostProgram, options: Options | None) -> HostIrEvaluator:
-        key = id(host), options
-        evaluator = self._evaluators.get(key)
-        if evaluator is None:
-            evaluator = HostIrEvaluator(host, None, options, self.plans)
-            self._evaluators.put(key, evaluator)
-        return evaluator
+        return self._evaluators.get_or(
+            (id(host), options), lambda: HostIrEvaluator(host, None, options, self.plans)
+        )
 
     def _host_for_run(
         self, inputs: Sequence[Any], extents: Mapping[str, int] | None, options: Options | None

@@ -177,11 +177,9 @@ class Segment(Forgetful):
             return self
         _check_complete(self, known)
         key = tuple(known[name] for name in self.examples)
-        numbered = self._numbered.get(key)
-        if numbered is None:
-            numbered = replace(with_numbers(self, known), guards=(), examples={})
-            self._numbered.put(key, numbered)
-        return numbered
+        return self._numbered.get_or(
+            key, lambda: replace(with_numbers(self, known), guards=(), examples={})
+        )
 
     @cached_property
     def _numbered(self) -> Cache[Segment]:

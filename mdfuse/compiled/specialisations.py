@@ -104,11 +104,9 @@ class Lowerings:
             MdfuseError: the definition means nothing for them.
         """
         key = tuple(extents[s] for s in self.symbols)
-        host = self._hosts.get(key)
-        if host is None:
-            host = with_numbers(self.lowering_for(extents).host, extents)
-            self._hosts.put(key, host)
-        return host
+        return self._hosts.get_or(
+            key, lambda: with_numbers(self.lowering_for(extents).host, extents)
+        )
 
     def lowering_for(self, extents: Extents) -> Lowering:
         """Return a lowering whose guards some extents satisfy; a new one where there is none."""

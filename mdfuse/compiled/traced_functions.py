@@ -138,11 +138,7 @@ class TracedFunction:
         parts = tuple((name, self._part(name, x)) for name, x in _arguments(bound))
         key = parts, _structures(bound)
         with self._lock:
-            trace = self._traces.get(key)
-            if trace is None:
-                trace = self._trace(bound)
-                self._traces.put(key, trace)
-        return trace
+            return self._traces.get_or(key, lambda: self._trace(bound))
 
     def _check_constant(self, name: str, x: Any) -> None:
         if isinstance(x, Tensor):

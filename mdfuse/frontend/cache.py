@@ -309,8 +309,5 @@ def program_of(
 ) -> Made:
     """Return the program for options and predicate (`key`), lowered if it is missing."""
     with named.lock:
-        program: Made | None = named.programs.get(key)
-        if program is None:
-            program = lower(named)
-            named.programs.put(key, program)
+        program: Made = named.programs.get_or(key, lambda: lower(named))
         return program

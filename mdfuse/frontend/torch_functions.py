@@ -37,29 +37,21 @@ _FUNCTIONAL = {
     "instance_norm", "adaptive_max_pool1d", "embedding_bag",
 }  # fmt: skip
 
-#: Functions with another name than the operation.
+#: Functions with another name than the operation, or in another namespace.
 _RENAMED: dict[Callable[..., Any], str] = {
     torch.linalg.vector_norm: "norm",
-    torch.linalg.matmul: "matmul",
     torch.linalg.inv: "inverse",
     torch.linalg.solve: "linalg_solve",
-    torch.linalg.cholesky: "cholesky",
     torch.special.expit: "sigmoid",
-    torch.special.logsumexp: "logsumexp",
-    torch.special.softmax: "softmax",
-    torch.special.log_softmax: "log_softmax",
-    torch.arccos: "acos",
-    torch.arcsin: "asin",
-    torch.arctan: "atan",
-    torch.special.i1: "i1",
-    torch.special.i0: "i0",
-    torch.special.sinc: "sinc",
-    torch.special.logit: "logit",
-    torch.special.xlogy: "xlogy",
     torch.special.gammaln: "lgamma",
-    torch.special.digamma: "digamma",
-    torch.special.erfinv: "erfinv",
-}
+    **{getattr(torch, f"arc{name}"): f"a{name}" for name in ("cos", "sin", "tan")},
+    **{getattr(torch.linalg, name): name for name in ("matmul", "cholesky")},
+    **{
+        getattr(torch.special, name): name
+        for name in ("logsumexp", "softmax", "log_softmax", "i0", "i1", "sinc", "logit", "xlogy",
+                     "digamma", "erfinv")
+    },
+}  # fmt: skip
 
 #: Functions that ask for a fact -> the answer.
 _FACTS: dict[Callable[..., Any], Callable[[Handle], Any]] = {

@@ -76,20 +76,12 @@ def _is_int(x: Any, n: int | None = None) -> bool:
     return type(x) is int and -LARGEST - 1 <= x <= LARGEST
 
 
-def _is_count(x: Any, n: int | None) -> bool:
-    return _is_int(x) and x > 0
-
-
 def _are_counts(x: Any, n: int | None) -> bool:
     return _are_ints(x) and all(k >= 0 for k in x)
 
 
 def _are_labels(x: Any, n: int | None) -> bool:
     return _are_ints(x) and len({*x}) == len(x) and all(0 <= k < 52 for k in x)
-
-
-def _is_place(x: Any, n: int | None) -> bool:
-    return _is_int(x) and 0 <= x < 64
 
 
 def _is_extent(x: Any, n: int | None) -> bool:
@@ -108,24 +100,12 @@ def _are_numbers(x: Any, n: int | None) -> bool:
     return isinstance(x, tuple) and all(_is_number(e, None) for e in x)
 
 
-def _is_probability(x: Any, n: int | None) -> bool:
-    return _is_number(x, n) and 0 <= x <= 1
-
-
 def _is_bool(x: Any, n: int | None) -> bool:
     return isinstance(x, bool)
 
 
-def _is_dtype(x: Any, n: int | None) -> bool:
-    return isinstance(x, torch.dtype)
-
-
 def _is_drawn(x: Any, n: int | None) -> bool:
     return x in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
-
-def _is_axis(x: Any, n: int | None) -> bool:
-    return is_name(x)
 
 
 def _are_axes(x: Any, n: int | None) -> bool:
@@ -189,18 +169,18 @@ def _is_part(x: Any, n: int | None) -> bool:
 _KINDS: dict[str, tuple[str, Check]] = {
     "int": ("an integer", _is_int),
     "numbers": ("a list of numbers", _are_numbers),
-    "count": ("a number from 1 on", _is_count),
+    "count": ("a number from 1 on", lambda x, n: _is_int(x) and x > 0),
     "counts": ("a list of numbers from 0 on", _are_counts),
     "labels": ("a list of different labels from 0 to 51", _are_labels),
-    "place": ("a dim counted from 0", _is_place),
+    "place": ("a dim counted from 0", lambda x, n: _is_int(x) and 0 <= x < 64),
     "extent": ("a number from 0 on", _is_extent),
     "index": ("an index expression", _is_index),
     "number": ("a number", _is_number),
-    "probability": ("a number from 0 to 1", _is_probability),
+    "probability": ("a number from 0 to 1", lambda x, n: _is_number(x, n) and 0 <= x <= 1),
     "bool": ("True or False", _is_bool),
-    "dtype": ("a dtype", _is_dtype),
+    "dtype": ("a dtype", lambda x, n: isinstance(x, torch.dtype)),
     "drawn": ("f64, f32, f16 or bf16", _is_drawn),
-    "axis": ("a name", _is_axis),
+    "axis": ("a name", lambda x, n: is_name(x)),
     "axes": ("a list of different names", _are_axes),
     "dim": ("a dim", _is_dim),
     "dims": ("a list of different dims", _are_dims),

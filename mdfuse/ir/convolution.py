@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.ir.dims import DimMap, Shape, Shapes, always
+from mdfuse.ir.dims import DimMap, Shape, Shapes, always, check_equal, present
 from mdfuse.ir.local_attributes import ExprPart
 from mdfuse.ir.windows import Attrs, labels_of_places, local_rows, reaches_of, with_rows
 from mdfuse.layouts.boxes import Interval, box_shape
@@ -115,8 +115,7 @@ def few_convolved_weight(ct: Tensor, x: Tensor, **how: Any) -> Tensor:
 
 def of_convolution(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
     """Label `x[n,i,…], w[o,i,…]`; with groups, whole groups of all channels are split alike."""
-    x, weight = shapes
-    assert x is not None and weight is not None
+    x, weight = present(shapes)
     reaches = reaches_of(result, weight[2:], attrs, (0,))
     places_whole, places = (None,) * (len(x) - 2), labels_of_places(reaches, len(x) - 2)
     groups = attrs.get("groups", 1)
@@ -143,8 +142,7 @@ def _whole_groups(groups: int) -> Callable[[int, tuple[int, ...]], bool]:
 
 def of_convolution_weight(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
     """Label `ct[n,o,…], x[n,i,…]` and a weight [o,i,…]: it adds up over batch and places."""
-    ct, x = shapes
-    assert ct is not None and x is not None
+    ct, x = present(shapes)
     reaches = reaches_of(ct, result[2:], attrs, (1,))
     places_whole, places = (None,) * (len(x) - 2), labels_of_places(reaches, len(x) - 2)
     groups = attrs.get("groups", 1)
@@ -160,8 +158,7 @@ def of_convolution_weight(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap
 
 def shape_of_convolution(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the shape [n,o,…], by the formulas of `torch.nn.Conv2d` and `ConvTranspose2d`."""
-    x, weight = shapes
-    assert x is not None and weight is not None
+    x, weight = present(shapes)
     groups, is_transposed = attrs.get("here") or attrs.get("groups", 1), attrs.get("transposed")
     settings = [attrs["stride"], attrs["padding"], attrs["dilation"]]
     extra = attrs.get("more") or (0,) * len(settings[0])
@@ -187,14 +184,11 @@ def shape_of_convolution(shapes: Shapes, attrs: Attrs) -> Shape:
 
 def shape_of_convolution_weight(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the shape of the weight, or of the rank's box, checked with the cotangent's."""
-    ct, x = shapes
-    assert ct is not None and x is not None
+    ct, x = present(shapes)
     weight, box = attrs["shape"], attrs.get("box")
     if box is not None:
         return box_shape(box)
-    for a, b in zip(ct, shape_of_convolution((x, weight), attrs), strict=True):
-        if a != b:
-            raise ValueError(f"{a} is not {b}")
+    check_equal(ct, shape_of_convolution((x, weight), attrs))
     return tuple(weight)
 
 

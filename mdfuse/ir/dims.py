@@ -21,6 +21,18 @@ Shapes = Sequence[Shape | None]
 Labels = tuple[int | None, ...]
 
 
+def present(shapes: Shapes) -> list[Shape]:
+    """Return the shapes of the operands that are tensors, or numbers with the shape ()."""
+    return [shape for shape in shapes if shape is not None]
+
+
+def check_equal(shape: Shape, wanted: Shape) -> None:
+    """Raise ValueError for the first extent of a shape that is not the one which is wanted."""
+    for n, m in zip(shape, wanted, strict=True):
+        if n != m:
+            raise ValueError(f"{n} is not {m}")
+
+
 def always(label: int, sizes: tuple[int, ...]) -> bool:
     """Allow every split: the parts of operand and result always fall together."""
     return True

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.ir.dims import DimMap, Shape, Shapes, window_grad
+from mdfuse.ir.dims import DimMap, Shape, Shapes, check_equal, present, window_grad
 from mdfuse.ir.gather_scatter import check_shape
 from mdfuse.ir.local_attributes import ExprPart, local_taken
 
@@ -297,8 +297,7 @@ def of_window(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
 
 def shape_of_put(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return x's shape; the source has a place per index, and x's other dims."""
-    *indices, source, x = shapes
-    assert source is not None and x is not None
+    *indices, source, x = present(shapes)
     dims = attrs["dims"]
     if len(indices) != len(dims) or any(i is None or len(i) != 1 for i in indices):
         raise ValueError(f"{len(indices)} vectors of indices for the dims {dims}")
@@ -306,25 +305,23 @@ def shape_of_put(shapes: Shapes, attrs: Attrs) -> Shape:
         raise ValueError(f"there is no dim {max(dims)}")
     count = tuple(n for i in indices for n in (i or ()))
     wanted = (count[0], *(n for d, n in enumerate(x) if d not in dims))
-    _equal((*source, *count[1:]), (*wanted, *count[:1] * (len(count) - 1)))
+    check_equal((*source, *count[1:]), (*wanted, *count[:1] * (len(count) - 1)))
     return x
 
 
 def shape_of_copy(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return x's shape, which is the source's but along the dim."""
-    indices, source, x = shapes
-    assert indices is not None and source is not None and x is not None
+    indices, source, x = present(shapes)
     along = _dim(x, attrs)
-    _equal((*indices, *source), (*indices[:1], *x[:along], *indices, *x[along + 1 :]))
+    check_equal((*indices, *source), (*indices[:1], *x[:along], *indices, *x[along + 1 :]))
     return x
 
 
 def shape_of_scatter(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return x's shape; indices and source have one shape."""
-    indices, source, x = shapes
-    assert indices is not None and source is not None and x is not None
+    indices, source, x = present(shapes)
     _dim(x, attrs)
-    _equal(indices, source)
+    check_equal(indices, source)
     if len(indices) != len(x):
         raise ValueError(f"{indices} has other dims than {x}")
     for d, (n, most) in enumerate(zip(indices, x, strict=True)):
@@ -335,19 +332,12 @@ def shape_of_scatter(shapes: Shapes, attrs: Attrs) -> Shape:
 
 def shape_of_window(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return x's shape, which has the window."""
-    source, x = shapes
-    assert source is not None and x is not None
+    source, x = present(shapes)
     window = zip(source, attrs["starts"], attrs["steps"], x, strict=True)
     for n, start, step, end in window if attrs.get("at") is None else ():
         if n and start + (n - 1) * step >= end:
             raise ValueError(f"{n} elements from {start} on by {step} are not in {end}")
     return x
-
-
-def _equal(a: Shape, b: Shape) -> None:
-    for n, m in zip(a, b, strict=True):
-        if n != m:
-            raise ValueError(f"{n} is not {m}")
 
 
 def _dim(x: Shape, attrs: Attrs) -> int:

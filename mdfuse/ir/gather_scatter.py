@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.ir.dims import DimMap, Shape, Shapes
+from mdfuse.ir.dims import DimMap, Shape, Shapes, check_equal, present
 from mdfuse.ir.dtype_limits import neutral
 from mdfuse.ir.local_attributes import ExprPart
 from mdfuse.layouts.boxes import box_shape
@@ -210,16 +210,14 @@ def of_scatter(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
 
 def shape_of_select(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the table's shape with the indices' in the place of the dim."""
-    indices, table = shapes
-    assert indices is not None and table is not None
+    indices, table = present(shapes)
     _check_dim(table, attrs)
     return (*table[: attrs["along"]], *indices, *table[attrs["along"] + 1 :])
 
 
 def shape_of_gather(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the shape of the indices, which is x's but along the dim."""
-    indices, x = shapes
-    assert indices is not None and x is not None
+    indices, x = present(shapes)
     _check_dim(x, attrs)
     for d, (a, b) in enumerate(zip(indices, x, strict=True)):
         if d != attrs["along"] and a != b:
@@ -229,8 +227,7 @@ def shape_of_gather(shapes: Shapes, attrs: Attrs) -> Shape:
 
 def shape_of_made(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the shape in the attributes, or that of the rank's box, checked with the operands."""
-    indices, given = shapes
-    assert indices is not None and given is not None
+    indices, given = present(shapes)
     result_shape, dim = attrs["shape"], attrs["along"]
     if attrs.get("box") is not None:
         result_shape = box_shape(attrs["box"])
@@ -240,9 +237,7 @@ def shape_of_made(shapes: Shapes, attrs: Attrs) -> Shape:
         wanted = indices
     else:
         wanted = (*result_shape[:dim], *indices, *result_shape[dim + 1 :])
-    for a, b in zip(given, wanted, strict=True):
-        if a != b:
-            raise ValueError(f"{a} is not {b}")
+    check_equal(given, wanted)
     return tuple(result_shape)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from operator import attrgetter, is_
@@ -218,6 +218,11 @@ class Expr:
         """The attributes as keyword arguments."""
         return dict(self.attrs)
 
+    @property
+    def note(self) -> str:
+        """The note of the user's line: that gradients or recomputation made it; else ""."""
+        return self.source.note if self.source is not None else ""
+
     def reading(self, names: Mapping[str, str]) -> Expr:
         """Return the expression with other operands: those of these names, by their new ones."""
         inputs = tuple([names.get(x, x) if isinstance(x, str) else x for x in self.inputs])
@@ -296,6 +301,15 @@ class Fusion(Forgetful):
         for name, layout in layouts.items():
             values[name] = values[name].having(layout=layout)
         return replace(self, values=values)
+
+    def with_exprs(
+        self, exprs: Iterable[Expr], values: Mapping[str, Value] | None = None
+    ) -> Fusion:
+        """Return this fusion with other expressions, and without values that these do not name."""
+        exprs = tuple(exprs)
+        named = {*self.inputs, *(x for e in exprs for x in e.outputs)}
+        of = self.values if values is None else values
+        return replace(self, values={n: v for n, v in of.items() if n in named}, exprs=exprs)
 
     def where(self, *names: str) -> list[str]:
         """Return the source lines of some values, for error messages."""
@@ -415,6 +429,35 @@ def has_same_code(before: Fusion, after: Fusion) -> bool:
     if (before.name, before.inputs, before.outputs) != (after.name, after.inputs, after.outputs):
         return False
     return len(before.exprs) == len(after.exprs) and all(map(is_, before.exprs, after.exprs))
+
+
+def leading_to(
+    exprs: Sequence[Expr], names: Iterable[str], also: Callable[[Expr], bool] | None = None
+) -> tuple[Expr, ...]:
+    """Return the expressions, in their order, that lead to some values, or to others as well.
+
+    Args:
+        exprs: the expressions.
+        names: the values.
+        also: whether an expression is needed, too, whoever reads it.
+    """
+    needed, leading = {*names}, list[Expr]()
+    for expr in reversed(exprs):
+        if not needed.isdisjoint(expr.outputs) or (also is not None and also(expr)):
+            needed.update(expr.reads)
+            leading.append(expr)
+    return tuple(reversed(leading))
+
+
+def following(
+    exprs: Iterable[Expr], names: Iterable[str], also: Callable[[Expr], bool] | None = None
+) -> set[str]:
+    """Return some values, and those that follow from them, or from results of others as well."""
+    after = {*names}
+    for expr in exprs:
+        if not after.isdisjoint(expr.reads) or (also is not None and also(expr)):
+            after.update(expr.outputs)
+    return after
 
 
 def check_fusion(fusion: Fusion) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mdfuse import torch_private
-from mdfuse.ir.dims import DimMap, Shape, Shapes
+from mdfuse.ir.dims import DimMap, Shape, Shapes, present
 from mdfuse.ir.local_attributes import ExprPart
 from mdfuse.torch_private import aligned_rows
 
@@ -164,8 +164,7 @@ def of_groups_grad(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
 
 def shape_of_groups(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the shape [t,n]; there is an end for each group."""
-    x, weight, ends = shapes
-    assert x is not None and weight is not None and ends is not None
+    x, weight, ends = present(shapes)
     (t, k), (e, m, n), (count,) = x, weight, ends
     if k != m or (attrs.get("part") is None and e != count):
         raise ValueError(f"{x}, {weight} and {ends} do not fit")
@@ -174,8 +173,7 @@ def shape_of_groups(shapes: Shapes, attrs: Attrs) -> Shape:
 
 def shape_of_groups_grad(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the shape of the weight, or of a rank's part of it."""
-    x, ct, ends = shapes
-    assert x is not None and ct is not None and ends is not None
+    x, ct, ends = present(shapes)
     (t, k), (rows, n), (count,) = x, ct, ends
     part = attrs.get("part")
     if t != rows or (part is None and (*attrs["shape"],) != (count, k, n)):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.ir.dims import DimMap, Shape, Shapes
+from mdfuse.ir.dims import DimMap, Shape, Shapes, check_equal, present
 
 Attrs = Mapping[str, Any]
 
@@ -54,8 +54,7 @@ def of_solution(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
 
 def shape_of_matrices(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the shape of the operand, whose last two dims are equal."""
-    (x,) = shapes
-    assert x is not None
+    (x,) = present(shapes)
     if len(x) < 2 or x[-1] != x[-2]:
         raise ValueError(f"{x} are no square matrices")
     return x
@@ -63,10 +62,7 @@ def shape_of_matrices(shapes: Shapes, attrs: Attrs) -> Shape:
 
 def shape_of_solution(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the shape of the right side, whose rows are those of the square matrices."""
-    a, b = shapes
-    assert a is not None and b is not None
+    a, b = present(shapes)
     square = shape_of_matrices((a,), attrs)
-    for n, m in zip(square[:-1], b[:-1], strict=True):
-        if n != m:
-            raise ValueError(f"{n} is not {m}")
+    check_equal(square[:-1], b[:-1])
     return b

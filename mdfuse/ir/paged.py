@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mdfuse.ir import calls
-from mdfuse.ir.dims import DimMap, Shape, Shapes
+from mdfuse.ir.dims import DimMap, Shape, Shapes, check_equal, present
 
 Attrs = Mapping[str, Any]
 
@@ -75,16 +75,11 @@ def labels(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
 
 def shape(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return [requests, heads, rows, f]; heads of q are a multiple of those of keys."""
-    q, k, v, table, lengths = shapes
-    assert q is not None and k is not None and v is not None
-    assert table is not None and lengths is not None
+    q, k, v, table, lengths = present(shapes)
     wanted = (4, 4, 4, 2, 1)
     if tuple(map(len, (q, k, v, table, lengths))) != wanted:
         raise ValueError("q, k, v, table and lengths have 4, 4, 4, 2 and 1 dims")
-    pairs = zip((*k[:3], k[3], q[0], q[0]), (*v[:3], q[3], table[0], lengths[0]), strict=True)
-    for a, b in pairs:
-        if a != b:
-            raise ValueError(f"{a} is not {b}")
+    check_equal((*k[:3], k[3], q[0], q[0]), (*v[:3], q[3], table[0], lengths[0]))
     if k[2] == 0 or q[1] % k[2]:
         raise ValueError(f"{q[1]} heads of queries for {k[2]} heads of keys")
     return (*q[:3], v[3])

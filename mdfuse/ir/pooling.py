@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdfuse.ir.dims import DimMap, Shape, Shapes
+from mdfuse.ir.dims import DimMap, Shape, Shapes, check_equal, present
 from mdfuse.ir.dtype_limits import lowest
 from mdfuse.ir.local_attributes import ExprPart
 from mdfuse.ir.windows import Attrs, around_of, labels_of_places, local_rows, reaches_of, with_rows
@@ -162,8 +162,7 @@ def pooled(n: int, k: int, s: int, p: int, d: int, ceil: bool) -> int:
 
 def shape_of_pool(shapes: Shapes, attrs: Attrs) -> tuple[Shape, Shape]:
     """Return the shapes of the largest elements, and of their places."""
-    (x,) = shapes
-    assert x is not None
+    (x,) = present(shapes)
     names = ("kernel", "stride", "padding", "dilation")
     n = len(attrs["kernel"])
     if len(x) not in (n + 1, n + 2):
@@ -192,9 +191,7 @@ def shape_of_pool_grad(shapes: Shapes, attrs: Attrs) -> Shape:
     if box is not None:
         return box_shape(box)
     for given in (places, ct):
-        for a, b in zip(given or (), shape_of_pool((attrs["shape"],), attrs)[0], strict=True):
-            if a != b:
-                raise ValueError(f"{a} is not {b}")
+        check_equal(given or (), shape_of_pool((attrs["shape"],), attrs)[0])
     return tuple(attrs["shape"])
 
 
@@ -271,8 +268,7 @@ def of_mean(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
 
 def shape_of_mean(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the shape of the means, or of what they are spread over."""
-    (x,) = shapes
-    assert x is not None
+    (x,) = present(shapes)
     kernel, stride, padding = (attrs[name] for name in ("kernel", "stride", "padding"))
     n, means, around = len(kernel), attrs["made"], attrs.get("around")
     if n not in _POOLS or len(x) not in (n + 1, n + 2) or len(means) != n or not attrs["divisor"]:

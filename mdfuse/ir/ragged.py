@@ -13,14 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
 from mdfuse.extents.extent import are_same
 from mdfuse.ir import packed_rows
-from mdfuse.ir.dims import Shape, Shapes
+from mdfuse.ir.dims import Shape, Shapes, present
 from mdfuse.ir.local_attributes import ExprPart
 from mdfuse.ir.ragged_dims import choices
 
@@ -28,30 +28,34 @@ Attrs = Mapping[str, Any]
 Part = tuple[int, int, int]
 
 
+class PartsOfTokens(TypedDict, total=False):
+    """The cut of tokens into parts, and the tokens and parts that a call has.
+
+    Attributes:
+        sizes: how many tokens each part has; None: as `torch.chunk` cuts them.
+        rows: (first, behind the last, all) of the tokens that are here; None: all.
+        part: the same of the parts.
+    """
+
+    sizes: Sequence[int] | None
+    rows: Part | None
+    part: Part | None
+
+
 # -- calls -----------------------------------------------------------------------------------------
 
 
-def count(
-    ids: Tensor,
-    *,
-    experts: int,
-    parts: int,
-    sizes: Sequence[int] | None = None,
-    rows: Part | None = None,
-    part: Part | None = None,
-) -> Tensor:
+def count(ids: Tensor, *, experts: int, parts: int, **cut: Unpack[PartsOfTokens]) -> Tensor:
     """Count how many rows of each part go to each expert.
 
     Args:
         ids: [t] or [t,k], the experts of each token; others than 0 to experts - 1 are none.
         experts: how many there are.
         parts: into which tokens are cut.
-        sizes: how many tokens each part has; None: as `torch.chunk` cuts them.
-        rows: (first, behind the last, all) of the tokens here; None: all.
-        part: the same of the parts.
+        cut: how they are cut.
     """
-    groups = _size_here(parts, part), experts
-    keys = _keys(ids, groups, parts, sizes, rows, part)
+    groups = _size_here(parts, cut.get("part")), experts
+    keys = _keys(ids, groups, parts, cut)
     ones = torch.ones_like(keys)
     zeros = ones.new_zeros(groups[0] * groups[1] + 1)
     return zeros.index_add_(0, keys, ones)[:-1].view(groups)
@@ -63,11 +67,9 @@ def group(
     n: Tensor,
     at: Tensor | None = None,
     *,
-    sizes: Sequence[int] | None = None,
-    rows: Part | None = None,
-    part: Part | None = None,
     bound: int | None = None,
     capacity: int | None = None,
+    **cut: Unpack[PartsOfTokens],
 ) -> Tensor:
     """Put the rows of each part and expert one behind the other, in the order of the tokens.
 
@@ -76,26 +78,19 @@ def group(
         ids: as `count` takes them.
         n: [parts,experts], how many rows to keep.
         at: the `places` of these rows, for rows that lie one behind the other.
-        sizes: see `count`; likewise rows and part.
         bound: how many rows a part has room for; None: as many as its tokens have choices.
         capacity: of a part for an expert; the fetch of the counts refuses more.
+        cut: how tokens are cut.
     """
-    bound = _bound(ids.shape, n.shape, sizes, rows, part) if bound is None else bound
-    return _put(x, ids, _places(ids, n, bound, sizes, rows, part), (*n.shape, bound))
+    bound = _bound(ids.shape, n.shape, cut) if bound is None else bound
+    return _put(x, ids, _places(ids, n, bound, cut), (*n.shape, bound))
 
 
 def ungroup(
-    y: Tensor,
-    ids: Tensor,
-    n: Tensor,
-    at: Tensor | None = None,
-    *,
-    sizes: Sequence[int] | None = None,
-    rows: Part | None = None,
-    part: Part | None = None,
+    y: Tensor, ids: Tensor, n: Tensor, at: Tensor | None = None, **cut: Unpack[PartsOfTokens]
 ) -> Tensor:
     """Return the row of each choice of each token, [t,k,d]; zeros for those that are not there."""
-    return _taken(y, ids, _places(ids, n, y.shape[2], sizes, rows, part))
+    return _taken(y, ids, _places(ids, n, y.shape[2], cut))
 
 
 def line_up(
@@ -104,33 +99,22 @@ def line_up(
     n: Tensor,
     at: Tensor | None = None,
     *,
-    sizes: Sequence[int] | None = None,
-    rows: Part | None = None,
-    part: Part | None = None,
     bound: int | None = None,
     capacity: int | None = None,
+    **cut: Unpack[PartsOfTokens],
 ) -> Tensor:
     """Put the rows of each part one behind the other, by expert: [p,b,d]; see `group`."""
-    bound = _bound(ids.shape, n.shape, sizes, rows, part) if bound is None else bound
-    at = places(ids, n, sizes=sizes, rows=rows, part=part) if at is None else at
-    at = _lined_up(ids, at, (n.shape[0], bound), sizes, rows, part)
-    return _put(x, ids, at, (n.shape[0], bound))
+    bound = _bound(ids.shape, n.shape, cut) if bound is None else bound
+    at = places(ids, n, **cut) if at is None else at
+    return _put(x, ids, _lined_up(ids, at, (n.shape[0], bound), cut), (n.shape[0], bound))
 
 
-def places(
-    ids: Tensor,
-    n: Tensor,
-    *,
-    sizes: Sequence[int] | None = None,
-    rows: Part | None = None,
-    part: Part | None = None,
-) -> Tensor:
+def places(ids: Tensor, n: Tensor, **cut: Unpack[PartsOfTokens]) -> Tensor:
     """Return where each row lies among those of its part, by expert; -1 if it lies nowhere.
 
     The result has the shape of ids; see `group`.
     """
-    parts = (part or (0, 0, n.shape[0]))[2]
-    keys, order = _keys(ids, (n.shape[0], n.shape[1]), parts, sizes, rows, part).sort(stable=True)
+    keys, order = _keys_of_counts(ids, n, cut).sort(stable=True)
     at = torch.arange(keys.shape[0], device=keys.device)
     at = at - torch.searchsorted(keys, torch.arange(n.numel() + 1, device=keys.device))[keys]
     none, starts = n.new_zeros(1), (n.cumsum(1) - n).flatten()
@@ -140,18 +124,11 @@ def places(
 
 
 def put_back(
-    y: Tensor,
-    ids: Tensor,
-    n: Tensor,
-    at: Tensor | None = None,
-    *,
-    sizes: Sequence[int] | None = None,
-    rows: Part | None = None,
-    part: Part | None = None,
+    y: Tensor, ids: Tensor, n: Tensor, at: Tensor | None = None, **cut: Unpack[PartsOfTokens]
 ) -> Tensor:
     """Return the row of each choice of each token, of rows that `line_up` made; see `ungroup`."""
-    at = places(ids, n, sizes=sizes, rows=rows, part=part) if at is None else at
-    return _taken(y, ids, _lined_up(ids, at, (n.shape[0], y.shape[1]), sizes, rows, part))
+    at = places(ids, n, **cut) if at is None else at
+    return _taken(y, ids, _lined_up(ids, at, (n.shape[0], y.shape[1]), cut))
 
 
 def _put(x: Tensor, ids: Tensor, at: Tensor, places: Shape) -> Tensor:
@@ -227,48 +204,47 @@ def _size_here(whole: int, part: Part | None) -> int:
     return whole if part is None else part[1] - part[0]
 
 
-def _keys(
-    ids: Tensor,
-    groups: tuple[int, int],
-    parts: int,
-    sizes: Sequence[int] | None,
-    rows: Part | None,
-    part: Part | None,
-) -> Tensor:
+def _keys(ids: Tensor, groups: tuple[int, int], parts: int, cut: PartsOfTokens) -> Tensor:
     """Return which of the groups here each row belongs to, [t*k]; the last for those elsewhere."""
     ids = (ids if ids.ndim == 2 else ids.unsqueeze(1)).long()
     is_here = (ids >= 0) & (ids < groups[1])
-    if parts == 1 or (rows is not None and groups[0] == 1):  # a rank has the tokens of its parts
+    is_one = cut.get("rows") is not None and groups[0] == 1
+    if parts == 1 or is_one:  # a rank has the tokens of its parts
         return torch.where(is_here, ids, groups[1]).flatten()
-    first, _, tokens = rows or (0, 0, ids.shape[0])
-    at = torch.arange(ids.shape[0], device=ids.device).add(first)
-    at = _parts_at(at, tokens, parts, sizes).unsqueeze(1) - (part[0] if part else 0)
+    at = _parts_here(ids, parts, cut).unsqueeze(1)
     is_here = is_here & (at >= 0) & (at < groups[0])
     return torch.where(is_here, at * groups[1] + ids, groups[0] * groups[1]).flatten()
 
 
-def _parts_at(at: Tensor, tokens: int, parts: int, sizes: Sequence[int] | None) -> Tensor:
-    """Return to which part each token belongs."""
+def _keys_of_counts(ids: Tensor, n: Tensor, cut: PartsOfTokens) -> Tensor:
+    """Return `_keys` for the groups that have counts."""
+    count, experts = n.shape
+    return _keys(ids, (count, experts), _extent(count, cut.get("part")), cut)
+
+
+def _extent(count: int, span: Part | None) -> int:
+    """Return how many tokens or parts there are in all, of which some may be here."""
+    return count if span is None else span[2]
+
+
+def _parts_here(ids: Tensor, parts: int, cut: PartsOfTokens) -> Tensor:
+    """Return to which of the parts here each token belongs; to none below 0 or behind the last."""
+    sizes, rows, part = cut.get("sizes"), cut.get("rows"), cut.get("part")
+    at = torch.arange(ids.shape[0], device=ids.device).add(rows[0] if rows else 0)
     if sizes is None:
-        return at.div(max(-(-tokens // parts), 1), rounding_mode="floor")
-    behind = [at >= end for end in accumulate(sizes)]
-    return torch.stack(behind).sum(0) if behind else at
+        tokens = _extent(ids.shape[0], rows)
+        at = at.div(max(-(-tokens // parts), 1), rounding_mode="floor")
+    elif behind := [at >= end for end in accumulate(sizes)]:
+        at = torch.stack(behind).sum(0)
+    return at - (part[0] if part else 0)
 
 
-def _places(
-    ids: Tensor,
-    n: Tensor,
-    bound: int,
-    sizes: Sequence[int] | None,
-    rows: Part | None,
-    part: Part | None,
-) -> Tensor:
+def _places(ids: Tensor, n: Tensor, bound: int, cut: PartsOfTokens) -> Tensor:
     """Return where each row lies among all places, [t*k]; behind the last if it lies nowhere.
 
     Rows of one part and expert lie in the order of the tokens, so in that of a stable sort.
     """
-    count = n.shape[0], n.shape[1]
-    keys = _keys(ids, count, (part or (0, 0, count[0]))[2], sizes, rows, part)
+    keys = _keys_of_counts(ids, n, cut)
     in_order, order = keys.sort(stable=True)
     groups = torch.arange(n.numel() + 1, device=keys.device)
     starts = torch.searchsorted(in_order, groups)
@@ -278,18 +254,11 @@ def _places(
     return torch.where(places < limits[keys], keys * bound + places, n.numel() * bound)
 
 
-def _lined_up(
-    ids: Tensor,
-    at: Tensor,
-    size: tuple[int, int],
-    sizes: Sequence[int] | None,
-    rows: Part | None,
-    part: Part | None,
-) -> Tensor:
+def _lined_up(ids: Tensor, at: Tensor, size: tuple[int, int], cut: PartsOfTokens) -> Tensor:
     """Return where each row lies where the rows of a part lie one behind the other, [t*k].
 
     Args:
-        ids: see `count`; likewise sizes, rows and part.
+        ids: see `count`; likewise cut.
         at: see `places`.
         size: how many parts there are, and how many rows each has room for.
     """
@@ -297,25 +266,17 @@ def _lined_up(
     nowhere, at = parts * bound, at.flatten()
     if parts == 1:
         return torch.where((at >= 0) & (at < bound), at, nowhere)
-    first, _, tokens = rows or (0, 0, ids.shape[0])
-    each = torch.arange(first, first + ids.shape[0], device=at.device)
-    each = _parts_at(each, tokens, (part or (0, 0, parts))[2], sizes) - (part[0] if part else 0)
-    each = each.repeat_interleave(k)
+    each = _parts_here(ids, _extent(parts, cut.get("part")), cut).repeat_interleave(k)
     is_there = (at >= 0) & (at < bound) & (each >= 0) & (each < parts)
     return torch.where(is_there, at + each * bound, nowhere)
 
 
-def _bound(
-    ids: Shape,
-    n: Shape,
-    sizes: Sequence[int] | None = None,
-    rows: Part | None = None,
-    part: Part | None = None,
-) -> int:
+def _bound(ids: Shape, n: Shape, cut: PartsOfTokens | Attrs) -> int:
     """Return the number of rows of a part, all of which may go to one expert."""
+    sizes: Sequence[int] | None = cut.get("sizes")
     if sizes is not None:
         return max(sizes, default=0) * choices(ids)
-    tokens, parts = (rows or (0, 0, ids[0]))[2], (part or (0, 0, n[0]))[2]
+    tokens, parts = _extent(ids[0], cut.get("rows")), _extent(n[0], cut.get("part"))
     return -(-tokens // max(parts, 1)) * choices(ids)
 
 
@@ -324,7 +285,7 @@ def _bound(
 
 def _given(shapes: Shapes, *ndims: tuple[int, ...]) -> list[Shape]:
     """Return the shapes of operands, each with one of some numbers of dims."""
-    given = [shape for shape in shapes if shape is not None]
+    given = present(shapes)
     if len(given) != len(ndims) or any(len(s) not in n for s, n in zip(given, ndims, strict=True)):
         raise ValueError(f"operands of the shapes {', '.join(map(str, shapes))}")
     return given
@@ -345,10 +306,10 @@ def shape_of_count(shapes: Shapes, attrs: Attrs) -> Shape:
 
 def _check_sizes(tokens: int, parts: int, attrs: Attrs) -> None:
     """Raise ValueError unless the tokens of all parts are all tokens."""
-    sizes, rows = attrs.get("sizes"), attrs.get("rows")
+    sizes = attrs.get("sizes")
     if sizes is None:
         return
-    tokens, parts = (rows or (0, 0, tokens))[2], (attrs.get("part") or (0, 0, parts))[2]
+    tokens, parts = _extent(tokens, attrs.get("rows")), _extent(parts, attrs.get("part"))
     if len(sizes) != parts or not are_same(sum(sizes), tokens):
         raise ValueError(f"sizes of {len(sizes)} parts, {sum(sizes)} tokens together")
 
@@ -372,7 +333,7 @@ def shape_of_group(shapes: Shapes, attrs: Attrs) -> Shape:
     _check_places(shapes, ids)
     _alike((x[0], ids[0]), *([(x[1], ids[1])] if len(x) == 3 else []))
     _check_sizes(ids[0], n[0], attrs)
-    most = _bound(ids, n, *(attrs.get(name) for name in ("sizes", "rows", "part")))
+    most = _bound(ids, n, attrs)
     bound = attrs.get("bound", most)
     if "rows" not in attrs and bound < most:  # a rank's tokens may be a chunk of a part's
         raise ValueError(f"room for {bound} rows of a part, which may have {most}")
@@ -476,4 +437,5 @@ def whole_rows(attrs: dict[str, Any], part: ExprPart) -> dict[str, Any]:
         return attrs
     bound, (_, ids, n) = part.out.shape[-2], (x.shape for x in part.operands[:3] if x is not None)
     others = {name: value for name, value in attrs.items() if name != "bound"}
-    return others if bound == _bound(ids, n, attrs.get("sizes")) else {**others, "bound": bound}
+    most = _bound(ids, n, {"sizes": attrs.get("sizes")})
+    return others if bound == most else {**others, "bound": bound}

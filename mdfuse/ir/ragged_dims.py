@@ -7,19 +7,23 @@ the rows of each part in chunks: there a rank has tokens of one part.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
 from mdfuse.extents.extent import are_same, is_symbolic
-from mdfuse.ir.dims import DimMap, Shape, Shapes
+from mdfuse.ir.dims import DimMap, Labels, Shape, Shapes, present
 from mdfuse.layouts.boxes import nth_chunk
 
 Attrs = Mapping[str, Any]
 
-#: The labels: parts (of tokens), experts, what is summed over, columns; rows, taken in chunks.
-_P, _E, _K, _D, _R = range(5)
+#: The labels: parts (of tokens), experts, what is summed over, columns; rows of a part; tokens.
+_P, _E, _K, _D, _R, _T = range(6)
+
+#: label -> that of a dim that axes split: those of tokens split parts. Rows of a part are whole.
+_SPLIT = {_T: _P, _R: None}
+#: label -> that of a dim that a loop takes in chunks: tokens are rows of a part.
+_CHUNKED = {_T: _R, _P: None, _D: None}
 
 
 def choices(ids: Shape) -> int:
@@ -53,22 +57,38 @@ def _ends(extent: int, sizes: tuple[int, ...]) -> list[int]:
     return [end for _, end in spans]
 
 
-def _of_ids(shape: Shape, label: int = _P) -> tuple[int | None, ...]:
-    return (label, None)[: len(shape)]
+def _of_ids(shape: Shape) -> Labels:
+    return (_T, None)[: len(shape)]
 
 
-def _in_chunks(
-    tokens: int, parts: int, attrs: Attrs, room: int | None = None, **labels: Any
+def _named(every: Sequence[Labels], names: Mapping[int, int | None]) -> tuple[Labels, ...]:
+    """Return labels of dims under other names."""
+    return tuple(tuple(x if x is None else names.get(x, x) for x in labels) for labels in every)
+
+
+def _by_parts(
+    ids: Shape,
+    parts: int,
+    attrs: Attrs,
+    operands: Sequence[Labels],
+    results: Sequence[Labels],
+    terms: tuple[int, ...] = (),
+    bound: int | None = None,
 ) -> DimMap:
-    """Label chunks of tokens, which are chunks of the rows of each part: each rank has one part.
+    """Label dims that axes split with tokens, or that a loop takes in chunks of tokens.
+
+    Chunks of tokens are chunks of the rows of each part: each rank has one part.
 
     Args:
-        tokens: how many there are.
-        parts: into which they are split.
+        ids: [t] or [t,k], the experts of each token.
+        parts: into which tokens are split.
         attrs: of the operation, which may say how many tokens each part has.
-        room: for the tokens of a part, in chunks of one length; None: as many as there are.
-        labels: those of operands and results.
+        operands: the labels of operands: tokens, parts, rows of a part, and columns.
+        results: those of results.
+        terms: see `DimMap`.
+        bound: how many rows a part has room for, in chunks of one length; None: for all.
     """
+    tokens, room = ids[0], None if bound is None else bound // max(choices(ids), 1)
 
     def fits(label: int, sizes: tuple[int, ...]) -> bool:
         *axes, count = sizes
@@ -81,126 +101,66 @@ def _in_chunks(
         of_part = max(attrs.get("sizes", ()), default=-(-tokens // max(parts, 1)))
         return room is None or (room % count == 0 and -(-of_part // count) * count <= room)
 
-    return DimMap(fits=fits, **labels)
-
-
-def _room(bound: int, ids: Shape) -> int:
-    """Return for how many tokens of a part there is room, each with its choices."""
-    return bound // max(choices(ids), 1)
+    chunks = _named(results, _CHUNKED)
+    return DimMap(
+        operands=_named(operands, _SPLIT),
+        results=_named(results, _SPLIT),
+        fits=_fitting(tokens, parts, attrs),
+        terms=terms,
+        in_chunks=DimMap(
+            operands=_named(operands, _CHUNKED),
+            results=chunks,
+            reduces={} if any(_R in labels for labels in chunks) else {_R: "sum"},
+            fits=fits,
+            terms=terms,
+        ),
+    )
 
 
 def of_count(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
     """Label `ids[t,k]`: tokens are split as parts are."""
-    (ids,) = (s for s in shapes if s is not None)
-    results = ((_P, None),)
-    return DimMap(
-        operands=(_of_ids(ids),),
-        results=results,
-        fits=_fitting(ids[0], result[0], attrs),
-        in_chunks=_in_chunks(
-            ids[0],
-            result[0],
-            attrs,
-            operands=(_of_ids(ids, _R),),
-            results=((None, None),),
-            reduces={_R: "sum"},
-        ),
-    )
+    (ids,) = present(shapes)
+    return _by_parts(ids, result[0], attrs, (_of_ids(ids),), ((_P, None),))
 
 
 def of_places(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
     """Label `ids[t,k], n[p,e]`: each rank looks at its tokens."""
-    ids, n = (s for s in shapes if s is not None)
-    chunks = _in_chunks(
-        ids[0],
-        n[0],
-        attrs,
-        operands=(_of_ids(ids, _R), (None, None)),
-        results=(_of_ids(ids, _R),),
-        terms=(1,),
-    )
-    return DimMap(
-        operands=(_of_ids(ids), (_P, None)),
-        results=(_of_ids(ids),),
-        fits=_fitting(ids[0], n[0], attrs),
-        in_chunks=chunks,
-        terms=chunks.terms,
-    )
+    ids, n = present(shapes)
+    labels = _of_ids(ids)
+    return _by_parts(ids, n[0], attrs, (labels, (_P, None)), (labels,), terms=(1,))
+
+
+def _into_parts(shapes: Shapes, rows: Labels, bound: int, attrs: Attrs) -> DimMap:
+    x, ids, n, *at = present(shapes)
+    tokens = (_T, None, _D) if len(x) == 3 else (_T, _D)
+    operands = (tokens, _of_ids(ids), (_P, None), *map(_of_ids, at))
+    return _by_parts(ids, n[0], attrs, operands, (rows,), (2,), bound)
 
 
 def of_group(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
     """Label `x[t,d], ids[t,k], n[p,e]`: each rank groups the rows of its tokens."""
-    x, ids, n, *at = (s for s in shapes if s is not None)
-    chunks = _in_chunks(
-        ids[0],
-        n[0],
-        attrs,
-        _room(result[2], ids),
-        operands=(
-            (_R, None, None)[: len(x)],
-            _of_ids(ids, _R),
-            (None, None),
-            *(_of_ids(i, _R) for i in at),
-        ),
-        results=((None, None, _R, None),),
-        terms=(2,),
-    )
-    return DimMap(
-        operands=(
-            (_P, None, _D) if len(x) == 3 else (_P, _D),
-            _of_ids(ids),
-            (_P, None),
-            *map(_of_ids, at),
-        ),
-        results=((_P, None, None, _D),),
-        fits=_fitting(ids[0], result[0], attrs),
-        in_chunks=chunks,
-        terms=chunks.terms,
-    )
-
-
-def of_ungroup(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
-    """Label `y[p,e,b,d], ids[t,k], n[p,e]`."""
-    y, ids, n, *at = (s for s in shapes if s is not None)
-    chunks = _in_chunks(
-        ids[0],
-        n[0],
-        attrs,
-        _room(y[2], ids),
-        operands=(
-            (None, None, _R, None),
-            _of_ids(ids, _R),
-            (None, None),
-            *(_of_ids(i, _R) for i in at),
-        ),
-        results=((_R, None, None),),
-        terms=(2,),
-    )
-    return DimMap(
-        operands=((_P, None, None, _D), _of_ids(ids), (_P, None), *map(_of_ids, at)),
-        results=((_P, None, _D),),
-        fits=_fitting(ids[0], y[0], attrs),
-        in_chunks=chunks,
-        terms=chunks.terms,
-    )
+    return _into_parts(shapes, (_P, None, _R, _D), result[2], attrs)
 
 
 def of_line_up(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
     """Label `x[t,d], ids[t,k], n[p,e]`: each rank lines up the rows of its tokens."""
-    parts, bound, d = result
-    whole = of_group(shapes, (parts, 0, bound, d), attrs)
-    chunks = replace(whole.of_chunks, results=((None, _R, None),))
-    return replace(whole, results=((_P, None, _D),), in_chunks=chunks)
+    return _into_parts(shapes, (_P, _R, _D), result[1], attrs)
+
+
+def _from_parts(shapes: Shapes, rows: Labels, attrs: Attrs) -> DimMap:
+    y, ids, n, *at = present(shapes)
+    operands = (rows, _of_ids(ids), (_P, None), *map(_of_ids, at))
+    return _by_parts(ids, n[0], attrs, operands, ((_T, None, _D),), (2,), y[-2])
+
+
+def of_ungroup(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
+    """Label `y[p,e,b,d], ids[t,k], n[p,e]`."""
+    return _from_parts(shapes, (_P, None, _R, _D), attrs)
 
 
 def of_put_back(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
     """Label `y[p,b,d], ids[t,k], n[p,e]`."""
-    y, *others = (s for s in shapes if s is not None)
-    parts, bound, d = y
-    whole = of_ungroup(((parts, 0, bound, d), *others), result, attrs)
-    chunks = whole.of_chunks
-    chunks = replace(chunks, operands=((None, _R, None), *chunks.operands[1:]))
-    return replace(whole, operands=((_P, None, _D), *whole.operands[1:]), in_chunks=chunks)
+    return _from_parts(shapes, (_P, _R, _D), attrs)
 
 
 def of_multiply(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
@@ -235,7 +195,7 @@ def of_total(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
 
 def of_spread(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
     """Label `rows[p,e,d], x[p,e,b,d], n[p,e]`: what is repeated is whole."""
-    rows, x, _ = (s for s in shapes if s is not None)
+    rows, x, _ = present(shapes)
     wide = (*x[:2], result[3])
     labels = zip(rows, wide, (_P, _E, _D), strict=True)
     repeated = tuple(label if are_same(n, m) else None for n, m, label in labels)

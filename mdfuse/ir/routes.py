@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mdfuse.ir import groups
-from mdfuse.ir.dims import DimMap, Labels, Shape, Shapes
+from mdfuse.ir.dims import DimMap, Labels, Shape, Shapes, present
 from mdfuse.ir.local_attributes import ExprPart
 
 Attrs = Mapping[str, Any]
@@ -123,8 +123,7 @@ def labels_of_grad(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
 
 def shape(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the shape of the rows: together if x is apart, apart if it is not."""
-    x, weight, ids = shapes
-    assert x is not None and weight is not None and ids is not None
+    x, weight, ids = present(shapes)
     (p, _, k, n), (t,) = weight, ids
     if x not in ((t, k), (p, t, k)):
         raise ValueError(f"{x}, {weight} and {ids} do not fit")
@@ -133,8 +132,7 @@ def shape(shapes: Shapes, attrs: Attrs) -> Shape:
 
 def shape_of_grad(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the shape of the weight, or of a rank's part of it."""
-    x, ct, ids = shapes
-    assert x is not None and ct is not None and ids is not None
+    x, ct, ids = present(shapes)
     (p, e, *sizes), part = attrs["shape"], attrs.get("part")
     parts = p if part is None else part[1] - part[0]
     (t,), k, n = ids, x[-1], ct[-1]

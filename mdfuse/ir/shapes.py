@@ -11,7 +11,7 @@ from typing import Any
 
 from mdfuse.extents.extent import are_same, example, larger, pinned, repeated, smaller
 from mdfuse.ir.attention_dims import with_heads
-from mdfuse.ir.dims import reduced_dims
+from mdfuse.ir.dims import check_equal, present, reduced_dims
 from mdfuse.layouts.boxes import runs_shape
 
 Shape = tuple[int, ...]
@@ -23,10 +23,6 @@ ShapeRule = Callable[[Shapes, Attrs], Shape | tuple[Shape, ...]]
 
 #: How a rule refuses operands; an assertion, that one is there.
 _REFUSALS = (ValueError, TypeError, LookupError, ZeroDivisionError, AssertionError)
-
-
-def _present(shapes: Shapes) -> list[Shape]:
-    return [s for s in shapes if s is not None]
 
 
 def _equal(a: int, b: int) -> int:
@@ -54,17 +50,17 @@ def _broadcast(*shapes: Shape) -> Shape:
 
 def broadcast(shapes: Shapes, attrs: Attrs) -> Shape:
     """Broadcast the operands: dims align from the right, their extents are equal or 1."""
-    return _broadcast(*_present(shapes))
+    return _broadcast(*present(shapes))
 
 
 def first(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the shape of the first operand."""
-    return _present(shapes)[0]
+    return present(shapes)[0]
 
 
 def alike(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the one shape of all operands."""
-    one, *others = _present(shapes)
+    one, *others = present(shapes)
     for shape in others:
         one = tuple(_equal(n, m) for n, m in zip(one, shape, strict=True))
     return one
@@ -72,7 +68,7 @@ def alike(shapes: Shapes, attrs: Attrs) -> Shape:
 
 def along(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the shape of the operand, which must have the dim."""
-    (shape,) = _present(shapes)
+    (shape,) = present(shapes)
     n = max(len(shape), 1)
     if not -n <= attrs["dim"] < n:
         raise ValueError(f"there is no dim {attrs['dim']}")
@@ -81,20 +77,20 @@ def along(shapes: Shapes, attrs: Attrs) -> Shape:
 
 def without_last(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the shape of the operand without its last dim, of extent 2."""
-    (shape,) = _present(shapes)
+    (shape,) = present(shapes)
     _equal(shape[-1], 2)
     return shape[:-1]
 
 
 def with_last(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the shape of the operand with one more dim, of extent 2."""
-    (shape,) = _present(shapes)
+    (shape,) = present(shapes)
     return (*shape, 2)
 
 
 def flipped(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the shape of the operand, which must have the dims, each once."""
-    (shape,) = _present(shapes)
+    (shape,) = present(shapes)
     if any(not -len(shape) <= d < len(shape) for d in attrs["dims"]):
         raise ValueError(f"{shape} lacks some of the dims {attrs['dims']}")
     if len({d % len(shape) for d in attrs["dims"]}) < len(attrs["dims"]):
@@ -120,20 +116,20 @@ def ranked(shapes: Shapes, attrs: Attrs) -> tuple[Shape, Shape]:
 
 def permute(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the operand's extents in the order of `dims`."""
-    (shape,) = _present(shapes)
+    (shape,) = present(shapes)
     return tuple(shape[d] for d, _ in zip(attrs["dims"], shape, strict=True))
 
 
 def reshape(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the new shape, which has as many elements as the operand."""
-    (shape,), to = _present(shapes), tuple(attrs["shape"])
+    (shape,), to = present(shapes), tuple(attrs["shape"])
     _equal(math.prod(shape), math.prod(to))
     return to
 
 
 def expand(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the new shape, to which the operand's dims of extent 1 are repeated."""
-    (shape,), to = _present(shapes), tuple(attrs["shape"])
+    (shape,), to = present(shapes), tuple(attrs["shape"])
     new = len(to) - len(shape)
     extents = (b if are_same(a, 1) else a if are_same(a, b) else b if a == 1 else _equal(a, b)
             for a, b in zip(shape, to[new:], strict=True))  # fmt: skip
@@ -142,7 +138,7 @@ def expand(shapes: Shapes, attrs: Attrs) -> Shape:
 
 def unsqueeze(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the operand's shape with 1 inserted at each of `dims`."""
-    (shape,) = _present(shapes)
+    (shape,) = present(shapes)
     ndim = len(shape) + len(attrs["dims"])
     extents = list(shape)
     for d in sorted(d % ndim for d in attrs["dims"]):
@@ -152,7 +148,7 @@ def unsqueeze(shapes: Shapes, attrs: Attrs) -> Shape:
 
 def squeeze(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the operand's shape without those of `dims` that have extent 1."""
-    (shape,) = _present(shapes)
+    (shape,) = present(shapes)
     gone = {d % len(shape) for d in attrs["dims"]} if shape else set()
     return tuple(n for d, n in enumerate(shape) if d not in gone or n != 1)
 
@@ -161,7 +157,7 @@ def window(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the shape of a slice; a rank's part of a `window` has the shape in its attributes."""
     if attrs.get("places") is not None:
         return tuple(attrs["shape"])
-    (shape,) = _present(shapes)
+    (shape,) = present(shapes)
     if len(shape) == 2 and len(attrs["starts"]) == 4:  # rows that are there, of which columns
         column = window((shape[1:],), {k: attrs[k][3:] for k in ("starts", "ends", "steps")})
         return (shape[0], *column)
@@ -171,12 +167,33 @@ def window(shapes: Shapes, attrs: Attrs) -> Shape:
     )
 
 
+def times_of_heads(last: Shape, repeated: Shape, opened: Shape, first: Shape) -> int:
+    """Return how often the heads of a value are repeated, one after the other; 0 if they are not.
+
+    Args:
+        last: [..., heads, rows, features], each head as often.
+        repeated: with the times of each head as a dim behind that of heads.
+        opened: with one time.
+        first: without that dim.
+    """
+    if min(len(first), len(last)) < 3:
+        return 0
+    lead, (shared, *behind) = first[:-3], first[-3:]
+    times = last[-3] // max(shared, 1)
+    is_so = (last, repeated, opened) == (
+        (*lead, shared * times, *behind),
+        (*lead, shared, times, *behind),
+        (*lead, shared, 1, *behind),
+    )
+    return times if is_so else 0
+
+
 # -- reductions, contractions and composite ops --------------------------------------------------
 
 
 def reduction(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the operand's shape with reduced dims left out, or 1 with `keepdim`."""
-    (shape,) = _present(shapes)
+    (shape,) = present(shapes)
     dims, keeps = reduced_dims(attrs.get("dims"), len(shape)), attrs.get("keepdim", False)
     extents = ((d, n) for d, n in enumerate(shape) if keeps or d not in dims)
     return tuple(1 if d in dims else n for d, n in extents)
@@ -184,14 +201,14 @@ def reduction(shapes: Shapes, attrs: Attrs) -> Shape:
 
 def matmul(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the shape of `[…,m,k] @ […,k,n]`, as `torch.matmul` takes its operands."""
-    a, b = _present(shapes)
+    a, b = present(shapes)
     _equal(a[-1], b[-2 if len(b) > 1 else 0])
     return (*_broadcast(a[:-2], b[:-2]), *a[-2:-1], *(b[-1:] if len(b) > 1 else ()))
 
 
 def linear(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the shape […,n] for `x[…,k], w[n,k], b[n]`."""
-    x, w, *bias = _present(shapes)
+    x, w, *bias = present(shapes)
     _equal(x[-1], w[-1])
     if len(w) != 2 and (bias or len(w) != 1):
         raise ValueError("a weight is a matrix; without a bias also a vector")
@@ -202,22 +219,21 @@ def linear(shapes: Shapes, attrs: Attrs) -> Shape:
 
 def embedding(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the shape […,d] for `indices[…], table[v,d]`."""
-    indices, (_, width) = _present(shapes)
+    indices, (_, width) = present(shapes)
     return (*indices, width)
 
 
 def embedding_grad(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the shape of the table, or of a rank's part of it."""
-    indices, ct = _present(shapes)
+    indices, ct = present(shapes)
     table = created(shapes, attrs)
-    for a, b in zip(ct, (*indices, table[1]), strict=True):
-        _equal(a, b)
+    check_equal(ct, (*indices, table[1]))
     return table
 
 
 def window_grad(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the shape of what was sliced, or of a rank's part of it."""
-    ((shape,), whole) = _present(shapes), tuple(attrs["shape"])
+    ((shape,), whole) = present(shapes), tuple(attrs["shape"])
     if len(shape) == 2 and len(whole) == 4:  # rows that are there: columns of them
         return (shape[0], created(shapes, attrs)[3])
     if attrs.get("box") is None:
@@ -229,12 +245,11 @@ def window_grad(shapes: Shapes, attrs: Attrs) -> Shape:
 
 def layer_norm(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the operand's shape, whose last dims are those of weight and bias."""
-    (x, *factors), inner = _present(shapes), tuple(attrs["normalized_shape"])
+    (x, *factors), inner = present(shapes), tuple(attrs["normalized_shape"])
     if not inner or len(inner) > len(x):
         raise ValueError(f"{inner} are not the last dims of {x}")
     for shape in (x[len(x) - len(inner) :], *factors):
-        for a, b in zip(shape, inner, strict=True):
-            _equal(a, b)
+        check_equal(shape, inner)
     return x
 
 
@@ -243,13 +258,13 @@ def attention(shapes: Shapes, attrs: Attrs) -> Shape:
 
     As in torch, a mask takes the place of is_causal; numbers of documents do not.
     """
-    if len(_present(shapes)) == 4 and attrs.get("is_causal"):
+    if len(present(shapes)) == 4 and attrs.get("is_causal"):
         raise ValueError("a mask takes the place of is_causal")
     return _attended(shapes, attrs)
 
 
 def _attended(shapes: Shapes, attrs: Attrs) -> Shape:
-    q, k, v, *hides = _present(shapes)
+    q, k, v, *hides = present(shapes)
     if attrs.get("enable_gqa"):
         k, v = with_heads(k, q), with_heads(v, q)
     _equal(q[-1], k[-1])
@@ -271,14 +286,13 @@ def _attended(shapes: Shapes, attrs: Attrs) -> Shape:
 
 def attended(shapes: Shapes, attrs: Attrs) -> tuple[Shape, Shape]:
     """Return the shapes of attention and of a number per row; nothing broadcasts but the mask."""
-    q, k, v = _present(shapes)[:3]
+    q, k, v = present(shapes)[:3]
     if min(map(len, (q, k, v))) < 2:
         raise ValueError("query, key and value have rows and features")
     attended = _attended(shapes, attrs)
     keys_and_values = (with_heads(k, q), with_heads(v, q)) if attrs.get("enable_gqa") else (k, v)
     for x in keys_and_values:
-        for a, b in zip(x[:-2], q[:-2], strict=True):
-            _equal(a, b)
+        check_equal(x[:-2], q[:-2])
     return attended, attended[:-1]
 
 
@@ -296,18 +310,16 @@ def attention_terms(shapes: Shapes, attrs: Attrs) -> Shape:
 
 def attention_grad(shapes: Shapes, attrs: Attrs) -> tuple[Shape, Shape, Shape]:
     """Return the shapes of query, key and value, checked with those of what attention gave."""
-    q, k, v, out, sums, ct, *hides = _present(shapes)
+    q, k, v, out, sums, ct, *hides = present(shapes)
     for shape, wanted in zip((out, sums), attended((q, k, v, *hides), attrs), strict=True):
-        for a, b in zip(shape, wanted, strict=True):
-            _equal(a, b)
-    for a, b in zip(ct, out, strict=True):
-        _equal(a, b)
+        check_equal(shape, wanted)
+    check_equal(ct, out)
     return q, k, v
 
 
 def cat(shapes: Shapes, attrs: Attrs) -> Shape:
     """Return the shape of tensors joined along `dim`, in all other dims equal."""
-    result, *others = _present(shapes)
+    result, *others = present(shapes)
     if not -len(result) <= attrs["dim"] < len(result):
         raise IndexError(f"dim={attrs['dim']} of {len(result)} dims")
     at = attrs["dim"] % len(result)
@@ -361,11 +373,11 @@ def symbolic_shapes(
     """
     results = known_shapes(rule, shapes, attrs)
     if results is None or tuple(tuple(map(example, shape)) for shape in results) != numbers:
-        for shape in _present(shapes):
+        for shape in present(shapes):
             for n in shape:
                 pinned(n)
         return numbers
-    for shape in (*_present(shapes), *results):
+    for shape in (*present(shapes), *results):
         _assume_regular(shape)
     return results
 

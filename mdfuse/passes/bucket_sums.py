@@ -26,7 +26,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from mdfuse.errors import BACKWARD
-from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
+from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name, leading_to
 from mdfuse.layouts.layout import Layout, Shard
 from mdfuse.passes import microbatches
 
@@ -135,13 +135,9 @@ def _ends_sum(expr: Expr, fusion: Fusion) -> bool:
 
 def _waited_for(fusion: Fusion) -> set[str]:
     """Return the values of the forward on which the backward depends."""
-    needed = set[str]()
-    for expr in reversed(fusion.exprs):
-        is_back = expr.source is not None and expr.source.note == BACKWARD
-        if is_back or not needed.isdisjoint(expr.outputs):
-            needed.update(expr.reads)
-    back = (e for e in fusion.exprs if e.source is not None and e.source.note == BACKWARD)
-    return needed.difference(x for e in back for x in e.outputs)
+    leading = leading_to(fusion.exprs, (), lambda e: e.note == BACKWARD)
+    back = (x for e in fusion.exprs if e.note == BACKWARD for x in e.outputs)
+    return {x for e in leading for x in e.reads}.difference(back)
 
 
 def _kind(expr: Expr, fusion: Fusion) -> _Kind | None:

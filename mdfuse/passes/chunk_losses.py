@@ -25,7 +25,7 @@ from functools import cached_property
 from networkx.utils import UnionFind
 
 from mdfuse.ir.dims import reduced_dims
-from mdfuse.ir.graph import Expr, Fusion, Value
+from mdfuse.ir.graph import Expr, Fusion, Value, following, leading_to
 from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.stream import JOINED, Stream
 from mdfuse.passes import decompose, microbatches
@@ -169,14 +169,10 @@ class Head:
 
     def _between(self, core: Mapping[str, Expr]) -> Iterable[Expr]:
         """Return expressions, and those that follow from some and lead to others."""
-        after, before = {*core}, {*core}
-        for e in self.fusion.exprs:
-            if not after.isdisjoint(e.reads):
-                after.update(e.outputs)
-        for e in reversed(self.fusion.exprs):
-            if not before.isdisjoint(e.outputs):
-                before.update(e.reads)
-        return [e for e in self.fusion.exprs if e.outputs[0] in after & before]
+        exprs = self.fusion.exprs
+        before = {*core, *(x for e in leading_to(exprs, core) for x in e.reads)}
+        inside = following(exprs, core) & before
+        return [e for e in exprs if e.outputs[0] in inside]
 
     def _behind(self, core: Mapping[str, Expr]) -> list[str]:
         """Return the views and products of a narrow gradient of the logits that follow the loop."""
@@ -320,10 +316,8 @@ def _chunked(head: Head) -> Fusion:
 
 def _in_order(fusion: Fusion, head: Head) -> tuple[Expr, ...]:
     """Return the expressions with those of the loop side by side."""
-    needed: set[str] = set()
-    for e in reversed(fusion.exprs):
-        if e.outputs[0] in head.region or not needed.isdisjoint(e.outputs):
-            needed.update(e.reads)
+    leading = leading_to(fusion.exprs, (), lambda e: e.outputs[0] in head.region)
+    needed = {x for e in leading for x in e.reads}
     places = [n for n, e in enumerate(fusion.exprs) if e.outputs[0] in head.region]
     before, inside = fusion.exprs[: places[0]], fusion.exprs[places[0] : places[-1] + 1]
     beside = [e for e in inside if e.outputs[0] not in head.region]
@@ -338,22 +332,18 @@ def _sets_late(head: Head) -> list[Expr]:
     What leads to no change of layout goes behind the last one, but for reductions of logits that do
     not wait for it: they go in front of it, beside those that it brings together.
     """
-    exprs, moved, needed = head.exprs, list[Expr](), set[str]()
-    for e in reversed(exprs):
-        moves = e.op == "set" and head.fusion.layout(e.reads[0]) != head.fusion.layout(e.output)
-        if moves or not needed.isdisjoint(e.outputs):
-            needed.update(e.reads)
-            moved.append(e)
+    exprs, layout = head.exprs, head.fusion.layout
+    moved = leading_to(
+        exprs, (), lambda e: e.op == "set" and layout(e.reads[0]) != layout(e.output)
+    )
     if not moved:
         return exprs
-    (last, *others), early = moved, {id(e) for e in moved}
-    behind, reduced, small = {*last.outputs}, set[str](), list[Expr]()
-    for e in exprs:
-        behind.update(e.outputs if not behind.isdisjoint(e.reads) else ())
+    (*others, last), early = moved, {id(e) for e in moved}
+    behind, reduced, small = following(exprs, last.outputs), set[str](), list[Expr]()
     for e in reversed(exprs):
         is_free = id(e) not in early and behind.isdisjoint(e.outputs)
         if is_free and not (reduced.isdisjoint(e.outputs) and head.wide.issuperset(e.outputs)):
             reduced.update(e.reads)
             small.append(e)
     placed = early | {id(e) for e in small}
-    return [*others[::-1], *small[::-1], last, *(e for e in exprs if id(e) not in placed)]
+    return [*others, *small[::-1], last, *(e for e in exprs if id(e) not in placed)]

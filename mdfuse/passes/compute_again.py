@@ -34,7 +34,7 @@ def run(fusion: Fusion) -> Fusion:
     """Return the fusion with such values computed again; as it is where it has several meshes."""
     if len({v.layout.mesh for v in fusion.values.values() if v.layout is not None}) > 1:
         return fusion
-    backward = {id(e) for e in fusion.exprs if _note(e) in (BACKWARD, RECOMPUTED)}
+    backward = {id(e) for e in fusion.exprs if e.note in (BACKWARD, RECOMPUTED)}
     made_by = _again(fusion, [e for e in fusion.exprs if id(e) in backward])
     values, exprs = dict(fusion.values), list[Expr]()
 
@@ -109,7 +109,3 @@ def _is_free(fusion: Fusion, expr: Expr) -> bool:
 
 def _is_kept(x: Value) -> bool:
     return x.rows is None and not x.is_order_required
-
-
-def _note(expr: Expr) -> str:
-    return expr.source.note if expr.source is not None else ""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from mdfuse.extents.extent import is_symbolic
 from mdfuse.ir.graph import Expr, Fusion, Operand, Value
@@ -91,9 +91,7 @@ class _Flat:
         for e in self.of.exprs:
             flat = {x: self.flat[x] for x in e.reads if x in self.flat and x not in self.wide}
             self._append(e.reading(flat))
-        named = {*self.of.inputs, *(x for e in self.maker.exprs for x in e.outputs)}
-        values = {x: v for x, v in self.maker.values.items() if x in named}
-        return replace(self.of, values=values, exprs=tuple(self.maker.exprs))
+        return self.of.with_exprs(self.maker.exprs, self.maker.values)
 
     def _append(self, e: Expr) -> None:
         x, maker, wide = e.outputs[0], self.maker, [r for r in e.reads if r in self.wide]

@@ -28,14 +28,13 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 from mdfuse.extents.extent import is_symbolic
-from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
+from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name, leading_to
 from mdfuse.layouts.layout import Layout, Replicate
 from mdfuse.layouts.stream import Stream
 from mdfuse.layouts.streamed_sets import FORMS, form
-from mdfuse.passes.drop_unread import live_exprs
-from mdfuse.passes.prices import move_cost
+from mdfuse.passes.prices import brought_cost, move_cost
 from mdfuse.passes.readers import Readers
-from mdfuse.passes.strategy import choose_here, is_view, viewed_as, viewed_from
+from mdfuse.passes.strategy import is_view, strategy_of, viewed_as, viewed_from
 from mdfuse.passes.streams import operand_streams
 from mdfuse.reshard import costs
 
@@ -124,7 +123,7 @@ class _Rewriter:
             return None
         there = self.cheapest(self.copies.get(operand, [operand]), before)
         is_shared = self.is_shared(operand)
-        prices = self.price(there, before), self.price(source, layout)
+        prices = [brought_cost(self.values, *x) for x in ((there, before), (source, layout))]
         is_less = prices[0] <= prices[1] if is_shared else prices[0] < prices[1]
         return (operand, before) if is_less else None
 
@@ -133,15 +132,12 @@ class _Rewriter:
         outer = self.notes.views.get(value)
         return value in self.shared or (outer is not None and self.is_shared(outer.reads[0]))
 
-    def price(self, source: str, layout: Layout) -> int:
-        """Return what the busiest rank receives where a copy is brought into a layout."""
-        return move_cost(self.values[source], self.layout(source), layout)
-
     def viewed(self, value: str, source: str, layout: Layout, expr: Expr) -> str:
         """Return the copy of a value that costs least: the source, or a view of its operand's."""
         of, views = self.values[value], tuple[tuple[Expr, Layout], ...]()
         may_move = not layout.reaches and not is_symbolic(of.shape)  # a comparison is a guard
-        least = self.price(source, layout) if may_move and value in self.notes.views else 0
+        is_view_of = may_move and value in self.notes.views
+        least = brought_cost(self.values, source, layout) if is_view_of else 0
         for copy, steps in self.through_views(value):
             there = steps[-1][1] if steps else self.layout(copy)
             if steps and there == layout:
@@ -192,7 +188,7 @@ def run(fusion: Fusion) -> Fusion:
     """Return the fusion with explicit sets."""
     shared = {x for x, readers in fusion.consumers.items() if len(readers) > 1}
     values = dict(fusion.values)
-    live = {expr.outputs[0] for expr in live_exprs(fusion)}
+    live = {expr.outputs[0] for expr in leading_to(fusion.exprs, fusion.outputs)}
     rewriter = _Rewriter(values, Readers(values), live, shared)
     for expr in fusion.exprs:
         _rewrite(rewriter, expr)
@@ -211,8 +207,7 @@ def _rewrite(rewriter: _Rewriter, expr: Expr) -> None:
             rewriter.values[expr.output] = replace(out, stream=None)
         rewriter.exprs.append(replace(expr, inputs=(source,)))
         return
-    strategy = choose_here(expr, rewriter.values)
-    assert strategy is not None
+    strategy = strategy_of(expr, rewriter.values)
     names = {}
     streams = _copy_streams(expr, rewriter.values)
     if expr.outputs[0] in rewriter.live:

@@ -265,7 +265,7 @@ def once(fusion: Fusion, is_near: Callable[[str], bool] = lambda _: True) -> Fus
         where = tuple((values[n].layout, values[n].dtype) for n in expr.outputs)
         key = comparable((expr.op, expr.inputs, expr.attrs, where))
         is_whole = all(values[name].stream is None for name in expr.outputs)
-        is_again = expr.source is not None and expr.source.note == RECOMPUTED
+        is_again = expr.note == RECOMPUTED
         if is_whole and is_again and key in known and all(map(is_near, expr.outputs)):
             instead.update(zip(expr.outputs, known[key], strict=True))
             for name in expr.outputs:

@@ -115,6 +115,12 @@ def move_cost(value: Value, before: Layout, after: Layout) -> int:
     return cost(old, new, shape) * value.dtype.itemsize
 
 
+def brought_cost(values: Mapping[str, Value], name: str, to: Layout) -> int:
+    """Return what the busiest rank receives where a value is brought into a layout."""
+    value = values[name]
+    return move_cost(value, value.placed, to)
+
+
 def received_bytes(value: Value, before: Layout, after: Layout, carriers: Carriers = ()) -> float:
     """Return the bytes that the busiest rank receives in a change of layout.
 

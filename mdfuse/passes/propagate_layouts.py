@@ -15,10 +15,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from mdfuse.errors import LayoutError
-from mdfuse.ir.graph import Expr, Fusion, Value
+from mdfuse.ir.graph import Expr, Fusion, Value, leading_to
 from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, replicated
 from mdfuse.mesh import DeviceMesh
-from mdfuse.passes.drop_unread import live_exprs
 from mdfuse.passes.readers import Readers
 from mdfuse.passes.strategy import choose_here, is_view
 
@@ -69,7 +68,7 @@ def _forwards(fusion: Fusion) -> Fusion:
     for name in fusion.inputs:
         if values[name].like is not None and values[name].layout is None:
             values[name] = _placed(values, values[name], None)
-    live = {expr.outputs[0] for expr in live_exprs(fusion)}
+    live = {expr.outputs[0] for expr in leading_to(fusion.exprs, fusion.outputs)}
     for name, value in values.items():
         if value.copies:
             values[name] = value.having(copies=())

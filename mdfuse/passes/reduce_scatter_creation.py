@@ -23,7 +23,7 @@ from dataclasses import replace
 from mdfuse.extents.extent import is_symbolic
 from mdfuse.ir.graph import Expr, Fusion, Value
 from mdfuse.layouts.layout import Layout, Replicate, Shard
-from mdfuse.passes.strategy import Strategy, choose_here, moved
+from mdfuse.passes.strategy import Strategy, choose_here, choose_laid, moved, strategy_of
 
 name = "reduce_scatter_creation"
 
@@ -88,7 +88,7 @@ def _spared(
     """Return what arrives less where a result, and what it alone is made of, is computed split."""
     asked, total = [(expr, out, goal)], 0
     for maker, result, to in asked:  # which grows
-        split = choose_here(maker, {**values, result.name: replace(result, layout=to)})
+        split = choose_laid(maker, values, {result.name: to})
         if maker.op == "set" or len(maker.outputs) > 1 or split is None or result.layout is None:
             continue
         total += moved(_strategy(maker, values), maker, values, result.layout)
@@ -108,9 +108,7 @@ def _strategy(expr: Expr, values: Mapping[str, Value]) -> Strategy:
         assert layout is not None and source is not None
         wanted = layout if source.mesh == layout.mesh else source
         return Strategy(wanted={operand: wanted}, results=(layout,))
-    strategy = choose_here(expr, values)
-    assert strategy is not None
-    return strategy
+    return strategy_of(expr, values)
 
 
 def _pushed(expr: Expr, out: Value, goal: Layout, values: Mapping[str, Value]) -> Layout:
@@ -125,7 +123,7 @@ def _pushed(expr: Expr, out: Value, goal: Layout, values: Mapping[str, Value]) -
     if expr.op == "set" or any(reach.is_move for _, reach in goal.reaches):
         return out.layout
     goal = goal.without_reaches
-    strategy = choose_here(expr, {**values, out.name: replace(out, layout=goal)})
+    strategy = choose_laid(expr, values, {out.name: goal})
     assert strategy is not None
     inferred = strategy.results[expr.outputs.index(out.name)]
     return goal if inferred.partial_axes or inferred.mesh != goal.mesh else inferred
@@ -145,7 +143,7 @@ def _without_terms(
 
 def _yields(expr: Expr, out: Value, goal: Layout, values: Mapping[str, Value]) -> bool:
     """Return whether an expression yields terms in a layout, which nobody then has to make."""
-    strategy = choose_here(expr, {**values, out.name: replace(out, layout=goal)})
+    strategy = choose_laid(expr, values, {out.name: goal})
     return strategy is not None and strategy.results[expr.outputs.index(out.name)] == goal
 
 

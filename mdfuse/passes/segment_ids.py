@@ -30,7 +30,7 @@ def with_ids(fusion: Fusion) -> Fusion:
     """Return the fusion with an id for each value: those without one get the next ones."""
     ids = dict(fusion.ids)
     following = count(max(ids.values(), default=-1) + 1)
-    for name in (*fusion.inputs, *(n for e in fusion.exprs for n in e.outputs)):
+    for name in (*fusion.inputs, *fusion.producers):
         if name not in ids:
             ids[name] = next(following)
     return replace(fusion, ids=ids)

@@ -29,16 +29,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
+from mdfuse.ir.graph import Expr, Fusion, fresh_name
 from mdfuse.ir.ops import TABLE
-from mdfuse.layouts.layout import Layout, Placement, Replicate, Shard
+from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard
 from mdfuse.mesh import DeviceMesh
 from mdfuse.passes import reduce_scatter_creation
 from mdfuse.passes.insert_reshards import suffix
-from mdfuse.passes.prices import move_cost
+from mdfuse.passes.prices import brought_cost, move_cost
 from mdfuse.passes.propagate_layouts import anew
 from mdfuse.passes.sharded import cheap_operands
-from mdfuse.passes.strategy import choose_here, read_layouts
+from mdfuse.passes.strategy import choose_laid, read_layouts, strategy_of
 
 name = "settle_partials"
 
@@ -83,7 +83,7 @@ def run(fusion: Fusion) -> Fusion:
         fusion = cheap_operands.with_terms(fusion)
         done = {x for x in done if fusion.values[x].layout == before.values[x].layout}
         sweep = _Sweep(fusion, reduce_scatter_creation.run(fusion))
-        for value in reversed((*fusion.inputs, *(n for e in fusion.exprs for n in e.outputs))):
+        for value in reversed((*fusion.inputs, *fusion.producers)):
             layout = fusion.values[value].layout
             if layout is not None and value not in done:
                 _settle(sweep, value, layout)
@@ -152,21 +152,16 @@ def _goal(
 def _behind(sweep: _Sweep, value: str, result: str, axis: str) -> Placement | None:
     """Return the placement of a reduced value that fits the later uses of a result."""
     fusion, expr = sweep.pushed, sweep.pushed.producers[result]
-    before, after = fusion.values[value], fusion.values[result]
-    assert before.layout is not None and after.layout is not None
-    if after.layout.mesh != before.layout.mesh:  # it is added up before it leaves the mesh
+    before, after = fusion.layout(value), fusion.layout(result)
+    if after.mesh != before.mesh:  # it is added up before it leaves the mesh
         return Replicate()
-    to = sweep.goals.get((result, axis), after.layout.placement(axis))
+    to = sweep.goals.get((result, axis), after.placement(axis))
     if to is None:
         return None
-    values = {
-        **{x: fusion.values[x] for x in expr.reads},
-        value: replace(before, layout=before.layout.with_placement(axis, Replicate())),
-        result: replace(after, layout=after.layout.with_placement(axis, to)),
-    }
-    strategy = choose_here(expr, values)
+    reduced = before.with_placement(axis, Replicate()), after.with_placement(axis, to)
+    strategy = choose_laid(expr, fusion.values, {value: reduced[0], result: reduced[1]})
     assert strategy is not None
-    return _common({strategy.wanted[value]}, before.layout.mesh, axis)
+    return _common({strategy.wanted[value]}, before.mesh, axis)
 
 
 def _flow(sweep: _Sweep, value: str, readers: Sequence[str], axis: str) -> _LaterUses:
@@ -174,11 +169,12 @@ def _flow(sweep: _Sweep, value: str, readers: Sequence[str], axis: str) -> _Late
     fusion, flow = sweep.fusion, _LaterUses()
     for name in readers:
         expr = fusion.producers[name]
-        others = {x for x in expr.reads if _is_partial(fusion, x, axis) and x != value}
+        placements = {x: _placement(fusion, x, axis) for x in {*expr.reads} - {value}}
+        others = {x for x, p in placements.items() if isinstance(p, Partial)}
         stays = fusion.layout(name).mesh == fusion.layout(value).mesh
         after = sweep.flows.get((name, axis)) if stays else None
         after = after or _LaterUses({name: _price_of_result(fusion, expr, axis)})
-        split = [x for x in {*expr.reads} - {value} if _is_split(fusion, x, axis)]
+        split = [x for x, p in placements.items() if isinstance(p, Shard)]
         gathered = {x: _price(fusion, x, axis, Replicate()) for x in split}
         flow = _LaterUses(
             ends={**flow.ends, **after.ends, **gathered},
@@ -188,13 +184,9 @@ def _flow(sweep: _Sweep, value: str, readers: Sequence[str], axis: str) -> _Late
     return replace(flow, beside=flow.beside - flow.passed - {value})
 
 
-def _is_partial(fusion: Fusion, value: str, axis: str) -> bool:
-    return fusion.values[value].is_tensor and axis in fusion.layout(value).partial_axes
-
-
-def _is_split(fusion: Fusion, value: str, axis: str) -> bool:
-    is_tensor = fusion.values[value].is_tensor
-    return is_tensor and isinstance(fusion.layout(value).placement(axis), Shard)
+def _placement(fusion: Fusion, value: str, axis: str) -> Placement | None:
+    """Return the placement of a value along an axis; None for a number."""
+    return fusion.layout(value).placement(axis) if fusion.values[value].is_tensor else None
 
 
 def _free_readers(fusion: Fusion, value: str) -> Iterator[Expr]:
@@ -219,19 +211,14 @@ def _is_wanted(fusion: Fusion, value: str) -> bool:
 
 def _price_of_result(fusion: Fusion, expr: Expr, axis: str) -> int:
     """Return the bytes to reduce an expression's Partial into its result's layout."""
-    out, layout = fusion.values[expr.output], fusion.layout(expr.output)
-    strategy = choose_here(expr, fusion.values)
-    assert strategy is not None
-    return _bytes(out, strategy.result, axis, _common({layout}, strategy.result.mesh, axis))
+    terms = strategy_of(expr, fusion.values).result
+    goal = _common({fusion.layout(expr.output)}, terms.mesh, axis)
+    return move_cost(fusion.values[expr.output], terms, terms.with_placement(axis, goal))
 
 
 def _price(fusion: Fusion, value: str, axis: str, to: Placement) -> int:
     """Return the bytes to reduce a value along an axis."""
-    return _bytes(fusion.values[value], fusion.layout(value), axis, to)
-
-
-def _bytes(value: Value, layout: Layout, axis: str, to: Placement) -> int:
-    return move_cost(value, layout, layout.with_placement(axis, to))
+    return brought_cost(fusion.values, value, fusion.layout(value).with_placement(axis, to))
 
 
 def _common(goals: set[Layout], mesh: DeviceMesh, axis: str) -> Placement:

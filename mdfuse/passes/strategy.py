@@ -6,10 +6,10 @@ dim labels. Every pass that needs the answer asks here again.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence, Set
+from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from operator import is_
+from operator import attrgetter, is_
 
 from mdfuse.caching import Cache
 from mdfuse.extents.assumptions import active_assumptions
@@ -48,6 +48,9 @@ class Strategy:
 #: the last one without laws, while its results are inferred, and the last one with some.
 _Answer = tuple[list[Value], tuple[Layout | None, ...], Strategy]
 
+#: The fields of a value that a strategy depends on, besides its layout and the copies of it.
+_KIND = attrgetter("shape", "dtype", "expanded")
+
 
 def choose(expr: Expr, values: Mapping[str, Value], *laws: Layout | None) -> Strategy | None:
     """Return the strategy of an expression; None while nothing around it has a layout.
@@ -85,11 +88,7 @@ def _are_alike(some: Sequence[Value], others: Sequence[Value]) -> bool:
 def _is_alike(one: Value, other: Value) -> bool:
     """Return whether two values are one for a strategy."""
     return one is other or (
-        one.layout == other.layout
-        and one.copies == other.copies
-        and one.shape == other.shape
-        and one.dtype == other.dtype
-        and one.expanded == other.expanded
+        one.layout == other.layout and one.copies == other.copies and _KIND(one) == _KIND(other)
     )
 
 
@@ -112,6 +111,21 @@ def _known(
 def choose_here(expr: Expr, values: Mapping[str, Value]) -> Strategy | None:
     """Return the strategy of an expression whose results are to have the layouts in `values`."""
     return choose(expr, values, *[values[name].layout for name in expr.outputs])
+
+
+def choose_laid(
+    expr: Expr, values: Mapping[str, Value], layouts: Mapping[str, Layout]
+) -> Strategy | None:
+    """Return the strategy of an expression where some of its values have other layouts."""
+    near = {x: values[x] for x in (*expr.reads, *expr.outputs)}
+    return choose_here(expr, near | {x: near[x].having(layout=y) for x, y in layouts.items()})
+
+
+def strategy_of(expr: Expr, values: Mapping[str, Value]) -> Strategy:
+    """Return the strategy of an expression whose operands have layouts; see `choose_here`."""
+    strategy = choose_here(expr, values)
+    assert strategy is not None
+    return strategy
 
 
 def read_layouts(expr: Expr, fusion: Fusion) -> Mapping[str, Layout]:
@@ -169,13 +183,9 @@ def _question(
     pattern = tuple(
         [names.index(x) if x in names else None if x is None else -1 for x in expr.inputs]
     )
-    operands = tuple(
-        [
-            (v.shape, v.dtype, v.expanded, v.layout, v.copies and v.copies_beside(expr))
-            for v in [values[name] for name in names]
-        ]
-    )
-    results = tuple([(values[n].shape, values[n].dtype, values[n].expanded) for n in expr.outputs])
+    read = [values[name] for name in names]
+    operands = tuple([(_KIND(v), v.layout, v.copies and v.copies_beside(expr)) for v in read])
+    results = tuple([_KIND(values[name]) for name in expr.outputs])
     return names, (expr.op, expr.attrs, pattern, operands, results, laws)
 
 
@@ -243,45 +253,95 @@ def _by_labels(
         for name, of, law in zip(expr.outputs, labels.results, laws, strict=True)
     ]
     options = ways(expr, mesh, on_mesh, labels, results)
-    every = [_laid_out(expr, way, mesh, on_mesh, labels, results, taken) for way in options]
+    labelled = _Labelled(expr, mesh, on_mesh, results, labels, taken)
+    every = [labelled.strategy(way) for way in options]
     if len(every) == 1:
         return every[0]
     priced = [(way, x.wanted, x.results) for way, x in zip(options, every, strict=True)]
     return every[cheapest(priced, on_mesh, results)]
 
 
-def _laid_out(
-    expr: Expr,
-    way: Mapping[str, Choice],
-    mesh: DeviceMesh,
-    operands: Sequence[Operand],
-    labels: DimMap,
-    results: Sequence[Result],
-    taken: Mapping[int, Cut | None],
-) -> Strategy:
-    """Return the layouts of operands and results where axes are used in a way."""
-    splits = _splits(mesh, way, operands, labels, results)
-    cuts = _cuts(expr, splits, operands, labels, results, taken)
-    is_sum = TABLE[expr.op].partial == "sum"
-    wanted = {
-        o.value.name: _layout(mesh, o.labels, splits, cuts, _partials(way, o, is_sum)).reaching(
-            o.reaches, o.value.shape
-        )
-        for o in operands
-    }
-    passed = {a: Partial(op) for a, op in way.items() if isinstance(op, str)}
-    layouts = []
-    for result in results:
-        reduced = {
-            axis: Partial(labels.reduces[label])
-            for label, axes in splits.items()
-            if label not in result.labels
-            for axis in axes
+@dataclass(frozen=True, slots=True)
+class _Labelled:
+    """An expression on a mesh, with labels for the dims of what it reads and yields.
+
+    Attributes:
+        expr: the expression.
+        mesh: that of the operands and results that have a layout here.
+        operands: the tensors that it reads.
+        results: what it yields.
+        labels: of all dims.
+        taken: labels of dims in blocks -> how the result is cut along them.
+    """
+
+    expr: Expr
+    mesh: DeviceMesh
+    operands: Sequence[Operand]
+    results: Sequence[Result]
+    labels: DimMap
+    taken: Mapping[int, Cut | None]
+
+    def strategy(self, way: Mapping[str, Choice]) -> Strategy:
+        """Return the layouts of operands and results where axes are used in a way."""
+        mesh, splits = self.mesh, self.splits(way)
+        cuts = self.cuts(splits)
+        is_sum = TABLE[self.expr.op].partial == "sum"
+        wanted = {
+            o.value.name: _layout(mesh, o.labels, splits, cuts, _partials(way, o, is_sum)).reaching(
+                o.reaches, o.value.shape
+            )
+            for o in self.operands
         }
-        layouts.append(
-            _layout(mesh, result.labels, splits, {**cuts, **taken}, {**passed, **reduced})
-        )
-    return Strategy(wanted=wanted, results=tuple(layouts))
+        passed = {a: Partial(op) for a, op in way.items() if isinstance(op, str)}
+        layouts = []
+        for result in self.results:
+            reduced = {
+                axis: Partial(self.labels.reduces[label])
+                for label, axes in splits.items()
+                if label not in result.labels
+                for axis in axes
+            }
+            partials = {**passed, **reduced}
+            layouts.append(_layout(mesh, result.labels, splits, {**cuts, **self.taken}, partials))
+        return Strategy(wanted=wanted, results=tuple(layouts))
+
+    def splits(self, way: Mapping[str, Choice]) -> dict[int, tuple[str, ...]]:
+        """Return label -> the axes that split it, outermost first, where boundaries allow it."""
+        mesh, splits = self.mesh, dict[int, tuple[str, ...]]()
+        sides = [(o.layout, o.labels) for o in self.operands]
+        sides += [(r.law, r.labels) for r in self.results]
+        for label in dict.fromkeys(c for c in way.values() if isinstance(c, int)):
+            axes = tuple(a for a in mesh.axes if way.get(a) == label)
+            orders = [
+                layout.split_axes(dims.index(label))
+                for layout, dims in sides
+                if layout is not None and label in dims
+            ]
+            axes = next((o for o in orders if sorted(o) == sorted(axes)), axes)
+            while axes and not self.labels.fits(label, tuple(mesh.axis_size(a) for a in axes)):
+                axes = axes[:-1]
+            if axes:
+                splits[label] = axes
+        return splits
+
+    def cuts(self, splits: Mapping[int, tuple[str, ...]]) -> dict[int, Cut]:
+        """Return label -> the cut of its dims: that of the first operand in blocks, else a law's.
+
+        These are `taken` labels of operands alone where parts must have the same boundaries.
+        """
+        takes_blocks = TABLE[self.expr.op].takes_blocks
+        sides = [(o.layout, o.labels, {*self.taken}) for o in self.operands]
+        sides += [(r.law, r.labels, set()) for r in self.results]
+        cuts: dict[int, Cut] = {}
+        for layout, dims, may in sides:
+            for dim, cut in layout.cuts.items() if layout is not None else ():
+                label = dims[dim]
+                if label is None or label not in splits:
+                    continue
+                if label in may or takes_blocks(self.labels, label, cut.blocks):
+                    is_as_there = layout is not None and layout.split_axes(dim) == splits[label]
+                    cuts.setdefault(label, cut if is_as_there else Cut(cut.blocks))
+        return cuts
 
 
 def dim_map(expr: Expr, values: Mapping[str, Value]) -> DimMap:
@@ -346,62 +406,6 @@ def _mesh(operands: Sequence[Operand], laws: Sequence[Layout | None]) -> DeviceM
             return law.mesh
     meshes = [*weight] if any(o.value.shape for o in operands) else [*reversed(weight)]
     return max(meshes, key=lambda m: weight[m]) if meshes else None
-
-
-def _splits(
-    mesh: DeviceMesh,
-    chosen: Mapping[str, Choice],
-    operands: Sequence[Operand],
-    labels: DimMap,
-    results: Sequence[Result],
-) -> dict[int, tuple[str, ...]]:
-    """Return label -> the axes that split it, outermost first, where the boundaries allow it."""
-    splits: dict[int, tuple[str, ...]] = {}
-    for label in dict.fromkeys(c for c in chosen.values() if isinstance(c, int)):
-        axes = tuple(a for a in mesh.axes if chosen.get(a) == label)
-        orders = [
-            o.layout.split_axes(o.labels.index(label))
-            for o in operands
-            if o.layout is not None and label in o.labels
-        ]
-        orders += [
-            r.law.split_axes(r.labels.index(label))
-            for r in results
-            if r.law is not None and label in r.labels
-        ]
-        axes = next((o for o in orders if sorted(o) == sorted(axes)), axes)
-        while axes and not labels.fits(label, tuple(mesh.axis_size(a) for a in axes)):
-            axes = axes[:-1]
-        if axes:
-            splits[label] = axes
-    return splits
-
-
-def _cuts(
-    expr: Expr,
-    splits: Mapping[int, tuple[str, ...]],
-    operands: Sequence[Operand],
-    labels: DimMap,
-    results: Sequence[Result],
-    taken: Collection[int],
-) -> dict[int, Cut]:
-    """Return label -> the cut of its dims: that of the first operand in blocks, else a law's.
-
-    These are `taken` labels of operands alone where parts must have the same boundaries.
-    """
-    takes_blocks = TABLE[expr.op].takes_blocks
-    sides = [(o.layout, o.labels, taken) for o in operands]
-    sides += [(r.law, r.labels, ()) for r in results]
-    cuts: dict[int, Cut] = {}
-    for layout, dims, may in sides:
-        for dim, cut in layout.cuts.items() if layout is not None else ():
-            label = dims[dim]
-            if label is None or label not in splits:
-                continue
-            if label in may or takes_blocks(labels, label, cut.blocks):
-                is_as_there = layout is not None and layout.split_axes(dim) == splits[label]
-                cuts.setdefault(label, cut if is_as_there else Cut(cut.blocks))
-    return cuts
 
 
 def _partials(

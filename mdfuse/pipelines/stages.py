@@ -24,7 +24,7 @@ from itertools import pairwise
 import networkx as nx
 
 from mdfuse.errors import BACKWARD, RECOMPUTED, LoweringError
-from mdfuse.ir.graph import Expr, Fusion
+from mdfuse.ir.graph import Expr, Fusion, following, leading_to
 from mdfuse.mesh import DeviceMesh
 from mdfuse.passes.segmentation import Group, ShouldMerge, streams_read
 from mdfuse.pipelines.timing import Reads
@@ -332,16 +332,13 @@ class _Finder:
 
     def asked(self, behind: list[Expr], stage: dict[str, int]) -> set[str]:
         """Return the first results that other stages, or whole outputs, need."""
-        needed = {x for x in self.fusion.outputs if not self.is_sum(x)}
-        asked = set[str]()
-        for e in reversed(behind):
-            x = e.outputs[0]
-            is_read = not needed.isdisjoint(e.outputs) or self.is_kept(e)
-            is_away = any(stage[r] != stage[x] for r in self.readers(e))
-            if self.hands_over(e) or is_read or is_away:
-                asked.add(x)
-                needed.update(e.reads)
-        return asked
+        needed = [x for x in self.fusion.outputs if not self.is_sum(x)]
+
+        def goes(e: Expr) -> bool:
+            is_away = any(stage[r] != stage[e.outputs[0]] for r in self.readers(e))
+            return is_away or self.is_kept(e) or self.hands_over(e)
+
+        return {e.outputs[0] for e in leading_to(behind, needed, goes)}
 
     def is_sum(self, name: str) -> bool:
         stream = self.fusion.values[name].stream
@@ -367,13 +364,8 @@ def _needed_before(fusion: Fusion) -> set[str]:
         reads_chunks = any(fusion.values[x].stream is not None for x in e.reads)
         if (stream is None and (reads_late or reads_chunks)) or (stream and stream.op is not None):
             late.update(e.outputs)
-    before = set[str]()
-    for e in reversed(fusion.exprs):
-        if not needed.isdisjoint(e.outputs):
-            needed.update(e.reads)
-            if fusion.values[e.outputs[0]].stream is not None:
-                before.add(e.outputs[0])
-    return before
+    before = (e.outputs[0] for e in leading_to(fusion.exprs, needed))
+    return {x for x in before if fusion.values[x].stream is not None}
 
 
 def _changes_mesh(fusion: Fusion, expr: Expr) -> bool:
@@ -384,12 +376,7 @@ def _changes_mesh(fusion: Fusion, expr: Expr) -> bool:
 
 def behind_gradients(fusion: Fusion) -> set[str]:
     """Return the values that depend on a gradient, or are recomputed for one."""
-    behind = set[str]()
-    for expr in fusion.exprs:
-        note = expr.source.note if expr.source is not None else ""
-        if note in (BACKWARD, RECOMPUTED) or not behind.isdisjoint(expr.reads):
-            behind.update(expr.outputs)
-    return behind
+    return following(fusion.exprs, (), lambda e: e.note in (BACKWARD, RECOMPUTED))
 
 
 def _brings_together(fusion: Fusion, expr: Expr) -> bool:
@@ -408,8 +395,7 @@ def _is_of_batch(fusion: Fusion, expr: Expr) -> bool:
 
 def _against(fusion: Fusion, name: str) -> LoweringError:
     """Return the error for a value of the backward that cannot be on its mesh."""
-    source = fusion.producers[name].source
-    is_again = source is not None and source.note == RECOMPUTED
+    is_again = fusion.producers[name].note == RECOMPUTED
     read = (fusion.producers.get(x) for x in fusion.producers[name].reads)
     whole = next((e for e in read if e is not None and _brings_together(fusion, e)), None)
     if whole is not None:
@@ -430,11 +416,10 @@ def _of_a_sum(fusion: Fusion) -> LoweringError | None:
         stream = fusion.values[e.outputs[0]].stream
         read = next((x for x in _read_whole(fusion, e) if x in late), None)
         if stream is not None and read is not None:
-            note = e.source.note if e.source is not None else ""
             name, op = late[read]
             because = f"each microbatch reads %{name}, a {op} over the whole batch"
             per = "add up in the loss what each sample gives, as a mean does"
-            if note not in (BACKWARD, RECOMPUTED):
+            if e.note not in (BACKWARD, RECOMPUTED):
                 per = "compute it of each sample, as layer_norm does, or of inputs"
             return _refused(fusion, e.outputs[0], because, f"{per}, or {_AT_ONCE}")
         if stream is not None and stream.op is not None:

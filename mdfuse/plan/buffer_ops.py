@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -131,11 +132,6 @@ def _unexpand(i: Instruction, context: Context) -> list[Line]:
     ndim = len(context.type(i.outputs[0]).shape)
     index = tuple(slice(0, 1) if d in dims else slice(None) for d in range(ndim))
     return _bound_result(i, context, "__getitem__", index)
-
-
-def _all_of_operand(i: Instruction, context: Context) -> list[Line]:
-    """Bind the result to all of the operand."""
-    return _bound_result(i, context, itself)
 
 
 def _pad(i: Instruction, context: Context) -> list[Line]:
@@ -288,7 +284,7 @@ _PREPARED: dict[str, Callable[[Instruction, Context], list[Line]]] = {
     "chunk": _narrow,
     "select": _select,
     "unexpand": _unexpand,
-    "own": _all_of_operand,
+    "own": partial(_bound_result, run=itself),
     "pad": _pad,
     "pack": _pack,
     "term": _term,

@@ -8,7 +8,7 @@ from mdfuse.errors import ProgramError, shown
 from mdfuse.extents.expressions import terms
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.verify.refusals import unbound
-from mdfuse.hir.verify.structure import check_aliases, unposted
+from mdfuse.hir.verify.structure import UNPOSTED, check_aliases
 
 
 def check_names(program: HostProgram) -> None:
@@ -33,7 +33,7 @@ def check_names(program: HostProgram) -> None:
             if program.root(name) not in known and not (
                 i.op == "return" and _is_elsewhere(program, name)
             ):
-                raise unposted(program, i) if i.op == "wait" else unbound(program, name, i, None)
+                raise UNPOSTED(program, i) if i.op == "wait" else unbound(program, name, i, None)
 
 
 def _check_outputs_apart(program: HostProgram) -> None:

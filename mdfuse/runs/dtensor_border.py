@@ -117,11 +117,7 @@ class Border:
         """
         key = tuple(map(_kind, arguments)), None if out is None else tuple(map(_kind, out))
         with self._lock:
-            outputs = self._known.get(key)
-            if outputs is None:
-                outputs = self._checked(arguments, out)
-                self._known.put(key, outputs)
-        return outputs
+            return self._known.get_or(key, lambda: self._checked(arguments, out))
 
     def _checked(self, arguments: Sequence[Any], out: Sequence[Any] | None) -> Outputs:
         program, buffers = self.program, out or ()

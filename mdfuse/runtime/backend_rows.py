@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -76,16 +77,18 @@ class BackendRow:
     takes_turns: bool = False
 
 
+def _place(world: World) -> dict[str, Any]:
+    """Return what each backend is told of this rank."""
+    return {
+        "rank": world.launch.rank, "device": world.device, "store": world.store,
+        "timeout_s": world.timeout_s,
+    }  # fmt: skip
+
+
 def _c10d_row(name: str, agree: Callable[..., Lanes | None] | None = None) -> BackendRow:
     def open_c10d(world: World) -> Backend:
         return C10dBackend(
-            name,
-            rank=world.launch.rank,
-            device=world.device,
-            store=world.store,
-            timeout_s=world.timeout_s,
-            network=gloo_devices(os.environ, world.launch),
-            lanes=world.lanes,
+            name, **_place(world), network=gloo_devices(os.environ, world.launch), lanes=world.lanes
         )
 
     library = LIBRARIES[name]
@@ -93,30 +96,16 @@ def _c10d_row(name: str, agree: Callable[..., Lanes | None] | None = None) -> Ba
 
 
 def _open_mpi(world: World) -> Backend:
-    return MpiBackend(
-        rank=world.launch.rank, device=world.device, store=world.store, timeout_s=world.timeout_s
-    )
+    return MpiBackend(**_place(world))
 
 
 def _open_ucx(world: World) -> Backend:
-    return UcxBackend(
-        rank=world.launch.rank,
-        device=world.device,
-        store=world.store,
-        timeout_s=world.timeout_s,
-        is_one_host=world.launch.is_one_host,
-    )
+    return UcxBackend(**_place(world), is_one_host=world.launch.is_one_host)
 
 
 def _open_symmetric(world: World) -> Backend:
-    return SymmetricBackend(
-        rank=world.launch.rank,
-        device=world.device,
-        store=world.store,
-        timeout_s=world.timeout_s,
-        noter=world.watch,
-        instead=partial(_open_instead, world),
-    )
+    instead = partial(_open_instead, world)
+    return SymmetricBackend(**_place(world), noter=world.watch, instead=instead)
 
 
 def _open_instead(world: World) -> Backend:

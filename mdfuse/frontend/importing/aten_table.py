@@ -43,8 +43,7 @@ SAME: Mapping[str, str] = {
          "maximum", "minimum", "atan2", "logical_and", "logical_or", "logical_xor", "addcmul",
          "addcdiv", "floor_divide", "matmul", "bmm", "mv", "dot", "baddbmm",
          "linear", "view_as", "reshape_as", "t", "unsqueeze",
-         "expand_as", "repeat", "narrow", "chunk", "stack", "type_as", "sum", "prod", "mean",
-         "any", "all", "argmax", "argmin", "max", "min", "topk", "sort", "argsort",
+         "expand_as", "repeat", "narrow", "chunk", "stack", "type_as", "argmax", "argmin", "topk",
          "absolute", "negative", "fix", "sgn", "sinc", "erfinv", "digamma", "lgamma", "angle",
          "real", "imag", "conj", "deg2rad", "rad2deg", "signbit", "logit", "celu", "hardshrink",
          "softshrink", "threshold", "prelu", "glu", "arctan2", "fmax", "fmin", "hypot",
@@ -207,6 +206,20 @@ def _grouped_mm(x: Handle, weight: Handle, offs: Any = None, bias: Any = None, *
     return ops.grouped_mm(x, weight, offs)
 
 
+#: loss -> the names of its arguments behind the first two, in the order of aten.
+LOSSES: Mapping[str, str] = {
+    **dict.fromkeys(("mse_loss", "l1_loss", "soft_margin_loss", "kl_div"), "reduction"),
+    "huber_loss": "reduction delta",
+    "smooth_l1_loss": "reduction beta",
+    "cosine_embedding_loss": "target margin reduction",
+    "margin_ranking_loss": "target margin reduction",
+    "hinge_embedding_loss": "margin reduction",
+    "triplet_margin_loss": "negative margin p eps swap reduction",
+    "poisson_nll_loss": "log_input full eps reduction",
+    "binary_cross_entropy": "weight reduction",
+    "binary_cross_entropy_with_logits": "weight pos_weight reduction",
+}
+
 #: overload -> function of handles. Those of `BY_VALUE` also take tensors that are known.
 TABLE: dict[str, Call] = {
     **{f"aten.{name}.{overload}": ops.BY_NAME[name]
@@ -241,24 +254,7 @@ TABLE: dict[str, Call] = {
     "aten._log_softmax.default": lambda x, dim, half_to_float=False: ops.log_softmax(x, dim),
     "aten.amax.default": _over("amax"),
     "aten.amin.default": _over("amin"),
-    "aten.mse_loss.default": aten.loss("mse_loss", "reduction"),
-    "aten.l1_loss.default": aten.loss("l1_loss", "reduction"),
-    "aten.huber_loss.default": aten.loss("huber_loss", "reduction", "delta"),
-    "aten.smooth_l1_loss.default": aten.loss("smooth_l1_loss", "reduction", "beta"),
-    "aten.soft_margin_loss.default": aten.loss("soft_margin_loss", "reduction"),
-    "aten.kl_div.default": aten.loss("kl_div", "reduction"),
-    "aten.cosine_embedding_loss.default": (
-        aten.loss("cosine_embedding_loss", "target", "margin", "reduction")),
-    "aten.margin_ranking_loss.default": (
-        aten.loss("margin_ranking_loss", "target", "margin", "reduction")),
-    "aten.hinge_embedding_loss.default": aten.loss("hinge_embedding_loss", "margin", "reduction"),
-    "aten.triplet_margin_loss.default": (
-        aten.loss("triplet_margin_loss", "negative", "margin", "p", "eps", "swap", "reduction")),
-    "aten.poisson_nll_loss.default": (
-        aten.loss("poisson_nll_loss", "log_input", "full", "eps", "reduction")),
-    "aten.binary_cross_entropy.default": aten.loss("binary_cross_entropy", "weight", "reduction"),
-    "aten.binary_cross_entropy_with_logits.default": (
-        aten.loss("binary_cross_entropy_with_logits", "weight", "pos_weight", "reduction")),
+    **{f"aten.{name}.default": aten.loss(name, *names.split()) for name, names in LOSSES.items()},
     **dict.fromkeys(
         ("aten.nll_loss.default", "aten.nll_loss_nd.default", "aten.nll_loss2d.default"),
         aten.loss("nll_loss", "weight", "reduction", "ignore_index"),

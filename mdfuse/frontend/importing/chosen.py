@@ -31,7 +31,7 @@ from mdfuse.frontend.importing.deferred import (
     mapped_leaves,
 )
 from mdfuse.frontend.importing.dispatch import COLUMNS, counted, note, parts_for
-from mdfuse.frontend.importing.joined import JoinedTensors
+from mdfuse.frontend.importing.joined import JoinedTensors, in_one
 from mdfuse.frontend.ragged_operands import RaggedRefusal
 
 ops: Any = operations
@@ -143,7 +143,7 @@ def _product(call: GraphCall, later: Later, x: Any, weight: Any) -> Any:
     parts = parts_for(x.ids, call.tokens()) if is_split and not x.is_sent else 1
     if not is_rows or (not x.is_sent and parts == 1):
         return None
-    rows = _whole(x.base)
+    rows = in_one(x.base)
     if not x.is_sent:
         n = counted(x.ids, x.experts, parts)
         rows = ops.group_rows(rows, x.ids, n, call.capacity)
@@ -155,7 +155,7 @@ def _product(call: GraphCall, later: Later, x: Any, weight: Any) -> Any:
 def _sum(call: GraphCall, later: Later, x: Any, dims: Sequence[int], keepdim: bool = False) -> Any:
     """Sum over the experts what comes back from those that are chosen."""
     is_sum = isinstance(x, Chosen) and x.is_sent and x.dims == "et" and [*dims] in ([0], [-3])
-    return ops.ungroup_rows(_whole(x.base), x.ids) if is_sum and not keepdim else None
+    return ops.ungroup_rows(in_one(x.base), x.ids) if is_sum and not keepdim else None
 
 
 def _where_sent(
@@ -183,10 +183,6 @@ def _where_sent(
 
 def _of_all(x: Any) -> Any:
     return x.whole() if isinstance(x, CHOSEN) else x
-
-
-def _whole(x: Any) -> Any:
-    return x.whole() if isinstance(x, JoinedTensors) else x
 
 
 #: Calls that begin such values.

@@ -13,7 +13,7 @@ from mdfuse.extents.extent import are_same
 from mdfuse.frontend import ops as operations
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.importing.indices import Ramp
-from mdfuse.frontend.importing.joined import JoinedTensors
+from mdfuse.frontend.importing.joined import in_one
 
 ops: Any = operations
 
@@ -86,11 +86,10 @@ class InOrder:
     def together(self) -> Any:
         """Return the unsorted rows, summed over the parts, or brought back from their experts."""
         if self.is_sent:
-            rows = self.base.whole() if isinstance(self.base, JoinedTensors) else self.base
-            return ops.ungroup_rows(rows, self.order.ids)
+            return ops.ungroup_rows(in_one(self.base), self.order.ids)
         if self.apart is None:
             return self.base
-        rows = self.base.whole() if isinstance(self.base, JoinedTensors) else self.base
+        rows = in_one(self.base)
         parts, each = self.apart
         if parts == 1:
             return ops.squeeze(rows, 0)
@@ -104,8 +103,7 @@ class InOrder:
         places, rows = self.order.places, self.together()
         if isinstance(rows, int):
             return places if rows == 1 else ops.floor_divide(places, rows)
-        rows = rows.whole() if isinstance(rows, JoinedTensors) else rows
-        return ops.index_select(rows, 0, places)
+        return ops.index_select(in_one(rows), 0, places)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,7 +16,7 @@ from torch.fx import Node
 from mdfuse.frontend import ops as operations
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.importing.deferred import GraphCall, InOrder, bases, mapped_leaves
-from mdfuse.frontend.importing.joined import JoinedTensors
+from mdfuse.frontend.importing.joined import in_one
 from mdfuse.frontend.ragged_operands import RaggedRefusal
 from mdfuse.layouts.boxes import nth_chunk
 from mdfuse.layouts.layout import Layout
@@ -157,9 +157,9 @@ def grouped(x: InOrder, experts: int, parts: int | tuple[int, ...], capacity: in
         parts: of the tokens; see `parts_for`.
         capacity: the most rows of a part for an expert.
     """
+    rows, order = in_one(x.base), x.order
     if x.is_sent:
-        return x.base.whole() if isinstance(x.base, JoinedTensors) else x.base
-    rows, order = x.base.whole() if isinstance(x.base, JoinedTensors) else x.base, x.order
+        return rows
     if rows.id not in order.sent:
         counts = "counts", experts
         if counts not in order.sent:

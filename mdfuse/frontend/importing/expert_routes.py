@@ -34,7 +34,7 @@ from mdfuse.frontend.importing.deferred import (
     leaves,
 )
 from mdfuse.frontend.importing.indices import END
-from mdfuse.frontend.importing.joined import GROUPED, JoinedTensors
+from mdfuse.frontend.importing.joined import GROUPED, JoinedTensors, in_one
 
 ops: Any = operations
 
@@ -195,7 +195,7 @@ def _grouped(call: GraphCall, x: Any, weight: Any, offs: Any = None, *how: Any) 
         dispatch.note_parts(x.order.ids, count)
     else:
         count, each = x.apart
-    rows = x.base.whole() if isinstance(x.base, JoinedTensors) else x.base
+    rows = in_one(x.base)
 
     def product(w: Handle) -> Any:
         cut = call.apply("aten.unflatten.int", (w, 0, (count, each)), {})

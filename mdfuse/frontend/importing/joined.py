@@ -70,6 +70,11 @@ class JoinedTensors:
         return JoinedTensors(tuple(map(call, self.parts)), self.dim if dim is None else dim)
 
 
+def in_one(x: Any) -> Any:
+    """Return the concatenation of joined tensors; other values unchanged."""
+    return x.whole() if isinstance(x, JoinedTensors) else x
+
+
 def _linear(views: Views, x: Any, weight: Any, bias: Any = None) -> Any:
     is_one = isinstance(bias, Handle) or isinstance(x, JoinedTensors)
     if is_one or not isinstance(weight, JoinedTensors) or weight.dim != 0:

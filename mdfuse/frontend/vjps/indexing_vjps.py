@@ -12,7 +12,6 @@ from mdfuse.frontend.ops import reductions, views
 from mdfuse.frontend.ops.recording import back, in_f32, record
 from mdfuse.frontend.vjps.table import (
     ORDERS,
-    RULES,
     Applied,
     eq,
     exp,
@@ -159,30 +158,6 @@ def _logcumsumexp(e: Applied, ct: Handle) -> Sequence[Handle | None]:
 
 
 # -- products ------------------------------------------------------------------------------------
-
-
-def _grouped(op: str) -> None:
-    """Add the rules of a product of groups of rows, and of its gradient."""
-
-    def product(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-        return (
-            record(op, ct, views.transpose(e[1]), e[2]) if e.wants(0) else None,
-            record(f"{op}_grad", e[0], ct, e[2], shape=e.shape(1)) if e.wants(1) else None,
-            None,
-        )
-
-    def product_grad(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-        return (
-            record(op, e[1], views.transpose(ct), e[2]) if e.wants(0) else None,
-            record(op, e[0], ct, e[2]) if e.wants(1) else None,
-            None,
-        )
-
-    RULES.update({op: product, f"{op}_grad": product_grad})
-
-
-_grouped("grouped_mm")
-_grouped("routed_mm")
 
 
 @rule("contract")

@@ -5,12 +5,12 @@ Then those of rows that are grouped by expert, with a matrix for each group.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import masks, views
 from mdfuse.frontend.ops.recording import record
-from mdfuse.frontend.vjps.table import Applied, rule
+from mdfuse.frontend.vjps.table import RULES, Applied, by_operand, rule
 
 
 def product(a: Handle, b: Handle) -> Handle:
@@ -60,22 +60,25 @@ def _ungroup_rows(e: Applied, ct: Handle) -> Sequence[Handle | None]:
     return record("group_rows", rows, e[1], e[2]), None, None
 
 
-@rule("rows_mm")
-def _rows_mm(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    return (
-        record("rows_mm", ct, views.transpose(e[1]), e[2]) if e.wants(0) else None,
-        record("rows_mm_grad", e[0], ct, e[2]) if e.wants(1) else None,
+def _grouped(op: str, **of_grad: Callable[[Applied], object]) -> None:
+    """Add the rules of a product of groups of rows, and of its gradient, which has attributes."""
+    RULES[op] = by_operand(
+        lambda e, ct: record(op, ct, views.transpose(e[1]), e[2]),
+        lambda e, ct: record(
+            f"{op}_grad", e[0], ct, e[2], **{name: x(e) for name, x in of_grad.items()}
+        ),
+        None,
+    )
+    RULES[f"{op}_grad"] = by_operand(
+        lambda e, ct: record(op, e[1], views.transpose(ct), e[2]),
+        lambda e, ct: record(op, e[0], ct, e[2]),
         None,
     )
 
 
-@rule("rows_mm_grad")
-def _rows_mm_grad(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    return (
-        record("rows_mm", e[1], views.transpose(ct), e[2]) if e.wants(0) else None,
-        record("rows_mm", e[0], ct, e[2]) if e.wants(1) else None,
-        None,
-    )
+_grouped("grouped_mm", shape=lambda e: e.shape(1))
+_grouped("routed_mm", shape=lambda e: e.shape(1))
+_grouped("rows_mm")
 
 
 @rule("sum_of_rows")
@@ -83,9 +86,7 @@ def _sum_of_rows(e: Applied, ct: Handle) -> Sequence[Handle | None]:
     return record("spread_rows", ct, e[0], e[1]), None
 
 
-@rule("spread_rows")
-def _spread_rows(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    return (record("sum_of_rows", ct, e[2]) if e.wants(0) else None), None, None
+RULES["spread_rows"] = by_operand(lambda e, ct: record("sum_of_rows", ct, e[2]), None, None)
 
 
 @rule("mask_rows")

@@ -16,6 +16,7 @@ from mdfuse.frontend.vjps.table import (
     RULES,
     Applied,
     Rule,
+    by_operand,
     conj,
     cos,
     cosh,
@@ -44,24 +45,13 @@ from mdfuse.ir import slopes
 # -- pointwise: two operands ---------------------------------------------------------------------
 
 
-def _binary(
-    name: str,
-    first: Callable[[Applied, Handle], Handle],
-    second: Callable[[Applied, Handle], Handle],
-) -> None:
-    """Add the rule of an op of two operands, by the cotangent of each."""
-
-    def cotangents(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-        return first(e, ct) if e.wants(0) else None, second(e, ct) if e.wants(1) else None
-
-    RULES[name] = cotangents
-
-
-_binary("add", lambda e, ct: ct, lambda e, ct: ct)
-_binary("sub", lambda e, ct: ct, lambda e, ct: -ct)
-_binary("div", lambda e, ct: ct / conj(e[1]), lambda e, ct: -ct * conj(e[0] / e[1] / e[1]))
-_binary("remainder", lambda e, ct: ct, lambda e, ct: -ct * floor_divide(e[0], e[1]))
-_binary("fmod", lambda e, ct: ct, lambda e, ct: -ct * trunc(e[0] / e[1]))
+RULES["add"] = by_operand(lambda e, ct: ct, lambda e, ct: ct)
+RULES["sub"] = by_operand(lambda e, ct: ct, lambda e, ct: -ct)
+RULES["div"] = by_operand(
+    lambda e, ct: ct / conj(e[1]), lambda e, ct: -ct * conj(e[0] / e[1] / e[1])
+)
+RULES["remainder"] = by_operand(lambda e, ct: ct, lambda e, ct: -ct * floor_divide(e[0], e[1]))
+RULES["fmod"] = by_operand(lambda e, ct: ct, lambda e, ct: -ct * trunc(e[0] / e[1]))
 
 
 def _turned(e: Applied, side: Any) -> Handle:
@@ -71,7 +61,9 @@ def _turned(e: Applied, side: Any) -> Handle:
     return where(is_zero, 0.0, side / where(is_zero, 1.0, square))
 
 
-_binary("atan2", lambda e, ct: ct * _turned(e, e[1]), lambda e, ct: ct * _turned(e, -e[0]))
+RULES["atan2"] = by_operand(
+    lambda e, ct: ct * _turned(e, e[1]), lambda e, ct: ct * _turned(e, -e[0])
+)
 
 
 @rule("mul")
@@ -108,7 +100,7 @@ def _exponent_of_power(e: Applied, ct: Handle) -> Handle:
     return where(logical_and(eq(x, 0), ge(n, 0)), 0.0, slope) if x.is_tensor else slope
 
 
-_binary("pow", _base_of_power, _exponent_of_power)
+RULES["pow"] = by_operand(_base_of_power, _exponent_of_power)
 
 
 def _extreme_of_two(is_left: Callable[..., Handle]) -> Rule:
@@ -151,12 +143,10 @@ def _sided(mine: int) -> Callable[[Applied, Handle], Handle]:
     return lambda e, ct: where(eq(e.y, 0), 0.0, ct * (e[mine] / e.y))
 
 
-_binary(
-    "logaddexp",
-    lambda e, ct: ct * sigmoid(e[0] - e[1]),
-    lambda e, ct: ct * sigmoid(e[1] - e[0]),
+RULES["logaddexp"] = by_operand(
+    lambda e, ct: ct * sigmoid(e[0] - e[1]), lambda e, ct: ct * sigmoid(e[1] - e[0])
 )
-_binary("hypot", _sided(0), _sided(1))
+RULES["hypot"] = by_operand(_sided(0), _sided(1))
 
 
 def _factor_of_log(e: Applied, ct: Handle) -> Handle:
@@ -169,35 +159,29 @@ def _factor_of_log(e: Applied, ct: Handle) -> Handle:
     return where(eq(x, 0), 0.0, ct * (-math.inf if y == 0 else math.nan))
 
 
-_binary("xlogy", _factor_of_log, lambda e, ct: ct * e[0] / e[1])
-_binary(
-    "copysign",
+RULES["xlogy"] = by_operand(_factor_of_log, lambda e, ct: ct * e[0] / e[1])
+RULES["copysign"] = by_operand(
     lambda e, ct: where(eq(e[0], 0), 0.0, ct * (e.y / e[0])),
     lambda e, ct: creations.zeros_like(ct),
 )
 
 
-@rule("where")
-def _choice(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    """Select instead of multiplying: a hidden value may be infinite, and 0 * inf is NaN."""
-    return (
-        None,
-        where(e[0], ct, 0.0) if e.wants(1) else None,
-        where(e[0], 0.0, ct) if e.wants(2) else None,
-    )
+# Selected, not multiplied: a hidden value may be infinite, and 0 * inf is NaN.
+RULES["where"] = by_operand(
+    None, lambda e, ct: where(e[0], ct, 0.0), lambda e, ct: where(e[0], 0.0, ct)
+)
 
 
 # -- pointwise: several at once ------------------------------------------------------------------
 
 
-@rule("lerp")
-@widely
-def _lerp(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    return (
-        ct * conj(1.0 - e[2]) if e.wants(0) else None,
-        ct * conj(e[2]) if e.wants(1) else None,
-        ct * conj(e[1] - e[0]) if e.wants(2) else None,
+RULES["lerp"] = widely(
+    by_operand(
+        lambda e, ct: ct * conj(1.0 - e[2]),
+        lambda e, ct: ct * conj(e[2]),
+        lambda e, ct: ct * conj(e[1] - e[0]),
     )
+)
 
 
 @rule("addcmul")
@@ -297,10 +281,6 @@ def _clamp(e: Applied, ct: Handle) -> Handle:
     return ct if most is None else where(le(e[0], most), ct, 0.0)
 
 
-def _cast(e: Applied, ct: Handle) -> Handle:
-    return ct  # cast by the caller
-
-
 def _dropout(e: Applied, ct: Handle) -> Handle:
     """Draw the same mask of the same stream for the cotangent."""
     return record("dropout", ct, e[1], p=e.attrs["p"], stream=e.attrs["stream"])
@@ -358,7 +338,7 @@ _UNARY: dict[str, Callable[[Applied, Handle], Handle]] = {
     "i1": _i1,
     "sinc": _sinc,
     "clamp": _clamp,
-    "cast": _cast,
+    "cast": lambda e, ct: ct,  # by the caller
     "dropout": _dropout,
 }
 

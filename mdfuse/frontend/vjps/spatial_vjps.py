@@ -10,7 +10,7 @@ from mdfuse.extents.extent import is_symbolic
 from mdfuse.frontend.handle import Handle
 from mdfuse.frontend.ops import moves, views
 from mdfuse.frontend.ops.recording import record, shown
-from mdfuse.frontend.vjps.table import Applied, rule
+from mdfuse.frontend.vjps.table import RULES, Applied, by_operand, rule
 
 
 def _settings(e: Applied) -> dict[str, Any]:
@@ -56,14 +56,11 @@ def _convolution(e: Applied, ct: Handle) -> Sequence[Handle | None]:
     )
 
 
-@rule("convolution_weight")
-def _convolution_weight(e: Applied, ct: Handle) -> Sequence[Handle | None]:
-    """The op is linear in both operands, with the cotangent in place of the weight."""
-    how = _settings(e)
-    return (
-        record("convolution", e[1], ct, **how) if e.wants(0) else None,
-        _spread(e[0], ct, e.shape(1), how) if e.wants(1) else None,
-    )
+# The op is linear in both operands, with the cotangent in place of the weight.
+RULES["convolution_weight"] = by_operand(
+    lambda e, ct: record("convolution", e[1], ct, **_settings(e)),
+    lambda e, ct: _spread(e[0], ct, e.shape(1), _settings(e)),
+)
 
 
 def _check_windows(e: Applied) -> None:

@@ -95,6 +95,19 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return add
 
 
+def by_operand(*formulas: Callable[[Applied, Handle], Handle] | None) -> Rule:
+    """Return the rule of an op by a formula for each operand; None: it gets no cotangent.
+
+    Only formulas of operands whose cotangent is wanted are computed.
+    """
+
+    def cotangents(e: Applied, ct: Handle) -> Sequence[Handle | None]:
+        wanted = (f if e.wants(at) else None for at, f in enumerate(formulas))
+        return tuple(None if formula is None else formula(e, ct) for formula in wanted)
+
+    return cotangents
+
+
 class Wide:
     """An expression whose values a rule reads in f32 where they have 16 bits.
 

@@ -87,10 +87,15 @@ def _whole_source(loop: Loop, expr: Expr) -> str:
     return name
 
 
+def _changed(source: Layout, destination: Layout) -> list[str]:
+    """Return the axes along which two layouts differ."""
+    return [a for a, p in source.by_axis().items() if destination.placement(a) != p]
+
+
 def _emit_broadcast(loop: Loop, expr: Expr) -> None:
     """Append a broadcast of chunk i from its owner, rank i of the axis."""
     source, destination, _ = _layouts(loop, expr)
-    (axis,) = (a for a, p in source.by_axis().items() if destination.placement(a) != p)
+    (axis,) = _changed(source, destination)
     _emit_arrival(loop, expr, "Broadcast", _whole_source(loop, expr), axis)
 
 
@@ -186,7 +191,7 @@ def _emit_transfer(
 def _emit_reduce(loop: Loop, expr: Expr) -> None:
     """Append a reduce of chunk i to its owner, rank i of the axis."""
     source, destination, stream = _layouts(loop, expr)
-    (axis,) = (a for a, p in source.by_axis().items() if destination.placement(a) != p)
+    (axis,) = _changed(source, destination)
     placement = source.placement(axis)
     assert isinstance(placement, Partial)
     out, value = loop.out, loop.fusion.values[expr.output]
@@ -201,7 +206,7 @@ def _emit_reduce(loop: Loop, expr: Expr) -> None:
         axes=(axis,),
         reduce_op=placement.op,
     )
-    out.post(comm, current, expr.output, expr.source)
+    out.post(comm, current, expr.output, source=expr.source)
 
 
 def _emit_ring_reduce(loop: Loop, expr: Expr) -> None:

@@ -225,19 +225,8 @@ def _exchange(
         dim=dims[0],
         to_dim=dims[1],
     )
-    into = replace(kind, layout=after)
-    out.op("alloc", name, into, (kind.counts,), expr.source)
-    handle = out.handle()
-    out.code += [
-        Instruction(
-            op="post",
-            inputs=(current, name, kind.counts),
-            outputs=(handle,),
-            comm=comm,
-            source=expr.source,
-        ),
-        Instruction(op="wait", inputs=(handle,), source=expr.source),
-    ]
+    out.op("alloc", name, replace(kind, layout=after), (kind.counts,), expr.source)
+    out.post(comm, current, name, kind.counts, source=expr.source)
 
 
 def _exchange_blocks(

@@ -77,9 +77,9 @@ class Emitter:
             if name not in self.fusion.values:
                 return name
 
-    def post(self, comm: Communication, sent: str, received: str, source: Source | None) -> None:
-        """Append a post and its wait."""
-        handle, buffers = self.handle(), (sent, received)
+    def post(self, comm: Communication, *buffers: str, source: Source | None) -> None:
+        """Append a post and its wait; behind its buffers may come the counts of their rows."""
+        handle = self.handle()
         post = Instruction(op="post", inputs=buffers, outputs=(handle,), comm=comm, source=source)
         self.code += [post, Instruction(op="wait", inputs=(handle,), source=source)]
 
@@ -317,7 +317,7 @@ def emit_post(
     """Append an alloc, a post that delivers into that buffer, and its wait; return its name."""
     name = out.op("alloc", result, kind, (), source)
     out.dense.add(name)
-    out.post(comm, current, name, source)
+    out.post(comm, current, name, source=source)
     return name
 
 

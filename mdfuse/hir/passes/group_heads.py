@@ -19,6 +19,7 @@ from dataclasses import replace
 from mdfuse.config import Options
 from mdfuse.hir.instructions import BLOCKS
 from mdfuse.hir.program import HostProgram, Instruction
+from mdfuse.ir.shapes import times_of_heads
 from mdfuse.layouts.layout import Shard
 
 name = "group_heads"
@@ -79,17 +80,12 @@ def _before(
         if i is None or i.fn != step or i.order is not None or bound[i.outputs[0]] != 1:
             return None
         names.append(i.reads[0])
-    last, repeated, opened, first = (program.types[str(n)] for n in names)
-    source, dim = str(names[-1]), len(last.shape) - 3
-    lead, (shared, *sizes_behind) = first.shape[:dim], first.shape[dim:]
-    times = last.shape[dim] // max(shared, 1)
-    is_repeated = (last.shape, repeated.shape, opened.shape) == (
-        (*lead, shared * times, *sizes_behind),
-        (*lead, shared, times, *sizes_behind),
-        (*lead, shared, 1, *sizes_behind),
-    )
-    if not is_repeated or first.layout is None or first.layout != last.layout:
+    types = [program.types[str(n)] for n in names]
+    last, first, source = types[0], types[-1], str(names[-1])
+    times = times_of_heads(*(kind.shape for kind in types))
+    if times == 0 or first.layout is None or first.layout != last.layout:
         return None
+    shared, dim = first.shape[-3], len(first.shape) - 3
     sizes = zip(first.layout.mesh.shape, first.layout.placements, strict=True)
     parts = math.prod(size for size, placement in sizes if placement == Shard(dim))
     is_whole = shared % parts == 0 and _stays(program, source, bound)

@@ -12,7 +12,7 @@ from mdfuse.hir.instructions import BUFFER_OPS, INSTRUCTIONS, counts_of
 from mdfuse.hir.program import BufferType, Instruction, brings_together
 from mdfuse.hir.verify.added_products import adds_to, own_problem, product_problem
 from mdfuse.hir.verify.counts import check_made, posted_problem
-from mdfuse.hir.verify.error_report import wrong
+from mdfuse.hir.verify.error_report import ErrorText
 from mdfuse.hir.verify.kind_layouts import buffer_problem, transition_problem
 from mdfuse.hir.verify.result_layouts import (
     chunk_of,
@@ -29,6 +29,28 @@ from mdfuse.names import base_name
 
 if TYPE_CHECKING:
     from mdfuse.hir.verify.result_types import Types
+
+OUT_OF_RANGE = ErrorText(
+    "select(%{i.reads[0]}, dim={i.kwargs[dim]}, index={i.kwargs[index]}): "
+    "index {i.kwargs[index]} is out of range for dim {dim}",
+    "%{i.reads[0]} has {extent} of it on rank {rank}",
+    "{there}",
+)
+OTHER_DTYPE = ErrorText(
+    "{i.op} {i.comm} of {dtype} with %{name}, which is {text}",
+    "a communication moves buffers of one dtype",
+    "cast the value before",
+)
+NO_TRANSITION = ErrorText(
+    "{i.op} {i.comm}: {problem}",
+    "it is posted for {shape} from {i.comm.source} to {i.comm.destination}",
+    "post the kind that changes one layout into the other",
+)
+OTHER_BUFFER = ErrorText(
+    "{i.op} {i.comm} {way} %{name}, but {problem}",
+    "it goes from {i.comm.source} to {i.comm.destination}; %{name}: {text}",
+    "post buffers of these layouts, the split dim outermost",
+)
 
 
 def _declared_problem(i: Instruction, layout: Layout, kind: BufferType) -> str | None:
@@ -158,19 +180,14 @@ def _chunk(types: Types, i: Instruction, before: BufferType, after: BufferType) 
 def _select(types: Types, i: Instruction, before: BufferType, after: BufferType) -> str | None:
     """Check a select: the dim goes, and the index is in range unless the dim has extent 1."""
     dim, index = i.kwargs["dim"], i.kwargs["index"]
-    name = f"select(%{i.reads[0]}, dim={dim}, index={index})"
     dim %= len(before.shape)
     if after.shape != (*before.shape[:dim], *before.shape[dim + 1 :]):
         return f"select drops dim {dim} of {list(before.shape)}"
     extent = before.local_shape(types.rank_of(after))[dim]
     if isinstance(index, int) and extent != 1 and not -extent <= index < extent:
-        raise wrong(
-            types.program,
-            i,
-            f"{name}: index {index} is out of range for dim {dim}",
-            because=f"%{i.reads[0]} has {extent} of it on rank {types.rank_of(after)}",
-            hint=f"indices go from 0 to {extent - 1}" if extent else "it has no elements",
-        )
+        there = f"indices go from 0 to {extent - 1}" if extent else "it has no elements"
+        rank = types.rank_of(after)
+        raise OUT_OF_RANGE(types.program, i, dim=dim, extent=extent, rank=rank, there=there)
     return _declared_problem(i, _selected(types, before, dim, index), after)
 
 
@@ -331,22 +348,10 @@ def _post(types: Types, i: Instruction) -> None:
         if kind is None or (kind.layout is not None and kind.dtype == comm.dtype):
             continue
         dtype = dtype_name(comm.dtype) if comm.dtype is not None else "nothing"
-        raise wrong(
-            types.program,
-            i,
-            f"{i.op} {comm} of {dtype} with %{name}, which is {types.text(name)}",
-            because="a communication moves buffers of one dtype",
-            hint="cast the value before",
-        )
+        raise OTHER_DTYPE(types.program, i, dtype=dtype, name=name, text=types.text(name))
     problem = transition_problem(comm)
     if problem is not None:
-        raise wrong(
-            types.program,
-            i,
-            f"{i.op} {comm}: {problem}",
-            because=f"it is posted for {list(comm.shape)} from {comm.source} to {comm.destination}",
-            hint="post the kind that changes one layout into the other",
-        )
+        raise NO_TRANSITION(types.program, i, problem=problem, shape=list(comm.shape))
     for side, x in enumerate(i.inputs[:2]):
         if isinstance(x, str):
             _check_posted(types, i, side, x)
@@ -366,14 +371,8 @@ def _check_posted(types: Types, i: Instruction, side: int, name: str) -> None:
     if problem is None and kind.flat and how is None:
         problem = "nothing has packed it"
     if problem is not None:
-        raise wrong(
-            types.program,
-            i,
-            f"{i.op} {comm} {'into' if side else 'of'} %{name}, but {problem}",
-            because=f"it goes from {comm.source} to {comm.destination}; "
-            f"%{name}: {types.text(name)}",
-            hint="post buffers of these layouts, the split dim outermost",
-        )
+        way, text = "into" if side else "of", types.text(name)
+        raise OTHER_BUFFER(types.program, i, way=way, name=name, problem=problem, text=text)
 
 
 #: op -> what is wrong with the result of one operand; None: nothing. All others compute element by

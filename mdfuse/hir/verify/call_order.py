@@ -8,7 +8,37 @@ from dataclasses import dataclass, field
 from mdfuse.errors import ProgramError
 from mdfuse.hir.block_calls import chunks_of, per_index
 from mdfuse.hir.program import HostProgram, Instruction
-from mdfuse.hir.verify.error_report import wrong
+from mdfuse.hir.verify.error_report import ErrorText
+
+INSIDE = ErrorText(
+    "{shown} inside of {of.op}",
+    "blocks and calls stand by themselves, not in loops, branches or units",
+    "write one call per index",
+)
+ONE_NAME = ErrorText(
+    "two blocks are named {i.fn}", "a call names its block", "name one of them otherwise"
+)
+NO_BLOCK = ErrorText("{shown}, but there is no block {i.fn}", hint="one of {names}")
+NO_SUCH_INDEX = ErrorText(
+    "{shown}: there is no such index of block {i.fn}{chunks}",
+    "the index of a call is a number, which counts from 0",
+    "{indices}",
+)
+TWICE = ErrorText(
+    "{shown} for the second time",
+    "what a block makes for an index is made once, and added up once",
+    "leave one of the calls out",
+)
+TOO_EARLY = ErrorText(
+    "{shown} reads %{name}, which {other} makes, {when}",
+    "what belongs to an index is there when the block that makes it has run for it",
+    "{other} before",
+)
+MISSING = ErrorText(
+    "call {i.fn}({index}) is missing",
+    "block {i.fn} is about {count} chunks, each of which runs once",
+    "add call {i.fn}({index})",
+)
 
 
 def check_calls(program: HostProgram) -> None:
@@ -48,52 +78,23 @@ class _Calls:
         inside = [j for inner in (*i.body, *i.orelse) for j in inner.walk()]
         for j in inside:
             if j.op in ("block", "call"):
-                raise wrong(
-                    self.program,
-                    j,
-                    f"{_shown(j)} inside of {i.op}",
-                    because="blocks and calls stand by themselves, not in loops, branches or units",
-                    hint="write one call per index",
-                )
+                raise INSIDE(self.program, j, shown=_shown(j), of=i)
         if i.op == "block" and i.fn in self.blocks:
-            raise wrong(
-                self.program,
-                i,
-                f"two blocks are named {i.fn}",
-                because="a call names its block",
-                hint="name one of them otherwise",
-                also=[self.blocks[i.fn]],
-            )
+            raise ONE_NAME(self.program, i, self.blocks[i.fn])
         if i.op == "block":
             self.blocks[i.fn] = i
 
     def check_call(self, i: Instruction) -> None:
         if i.fn not in self.blocks:
-            raise wrong(
-                self.program,
-                i,
-                f"{_shown(i)}, but there is no block {i.fn}",
-                hint="one of " + (", ".join(self.blocks) or "those that are written before"),
-            )
+            names = ", ".join(self.blocks) or "those that are written before"
+            raise NO_BLOCK(self.program, i, shown=_shown(i), names=names)
         index, count = i.kwargs["index"], chunks_of(self.program, self.blocks[i.fn])
         if not isinstance(index, int) or index < 0 or (count is not None and index >= count):
             chunks = "" if count is None else f": it is about {count} chunks"
-            raise wrong(
-                self.program,
-                i,
-                f"{_shown(i)}: there is no such index of block {i.fn}{chunks}",
-                because="the index of a call is a number, which counts from 0",
-                hint=f"from 0 to {count - 1}" if count else "a number from 0 on",
-            )
+            indices = f"from 0 to {count - 1}" if count else "a number from 0 on"
+            raise NO_SUCH_INDEX(self.program, i, shown=_shown(i), chunks=chunks, indices=indices)
         if (i.fn, index) in self.done:
-            raise wrong(
-                self.program,
-                i,
-                f"{_shown(i)} for the second time",
-                because="what a block makes for an index is made once, and added up once",
-                hint="leave one of the calls out",
-                also=[self.done[i.fn, index]],
-            )
+            raise TWICE(self.program, i, self.done[i.fn, index], shown=_shown(i))
 
     def needs(self) -> Iterator[tuple[str, dict[str, str]]]:
         """Yield (block, name that it reads -> the block that makes it)."""
@@ -110,27 +111,14 @@ class _Calls:
         self, i: Instruction, name: str, maker: str, later: Instruction | None
     ) -> ProgramError:
         other = f"call {maker}({i.kwargs['index']})"
-        return wrong(
-            self.program,
-            i,
-            f"{_shown(i)} reads %{name}, which {other} makes, "
-            + ("later" if later is not None else "but there is no such call"),
-            because="what belongs to an index is there when the block that makes it has run for it",
-            hint=f"{other} before",
-            also=[later] if later is not None else (),
-        )
+        when = "later" if later is not None else "but there is no such call"
+        also = [later] if later is not None else []
+        return TOO_EARLY(self.program, i, *also, shown=_shown(i), name=name, other=other, when=when)
 
     def missing(self, name: str, index: int) -> ProgramError:
         others = [i for (block, _), i in self.done.items() if block == name]
         count = chunks_of(self.program, self.blocks[name])
-        return wrong(
-            self.program,
-            self.blocks[name],
-            f"call {name}({index}) is missing",
-            because=f"block {name} is about {count} chunks, each of which runs once",
-            hint=f"add call {name}({index})",
-            also=others[:1],
-        )
+        return MISSING(self.program, self.blocks[name], *others[:1], index=index, count=count)
 
 
 def _shown(i: Instruction) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from mdfuse.errors import CommunicationError, MdfuseError, ProgramError
 from mdfuse.hir.program import HostProgram, Instruction
@@ -48,6 +48,29 @@ def wrong(
     """
     where = [line for x in (i, *also) for line in place(program, x)]
     return ProgramError(f"@{program.name}: {what}", where=where, because=because, hint=hint)
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorText:
+    """The words of an error, with the instruction `i` and other arguments in braces."""
+
+    what: str
+    because: str | None = None
+    hint: str | None = None
+
+    def __call__(
+        self,
+        program: HostProgram,
+        i: Instruction | None,
+        *also: Instruction | None,
+        **arguments: object,
+    ) -> ProgramError:
+        """Return the error for an instruction; `also`: others that have to do with it."""
+        because, hint = (
+            text and text.format(i=i, **arguments) for text in (self.because, self.hint)
+        )
+        what = self.what.format(i=i, **arguments)
+        return wrong(program, i, what, because=because, hint=hint, also=also)
 
 
 def disagreement(

@@ -3,37 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from mdfuse.errors import ProgramError
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.verify.accesses import CALLER, PENDING, Access
-from mdfuse.hir.verify.error_report import wrong
+from mdfuse.hir.verify.error_report import ErrorText, wrong
 
 _IN_USE = "what a communication reads and writes is in use until its wait"
 _SYNC_CALLER = "`%s = get_stream` at the start, and `sync %s` on this stream before"
-
-
-@dataclass(frozen=True, slots=True)
-class ErrorText:
-    """The words of an error, with the instruction `i` and other arguments in braces."""
-
-    what: str
-    because: str
-    hint: str
-
-    def __call__(
-        self,
-        program: HostProgram,
-        i: Instruction | None,
-        *also: Instruction,
-        **arguments: object,
-    ) -> ProgramError:
-        """Return the error for an instruction; `also`: others that have to do with it."""
-        what, because, hint = (
-            text.format(i=i, **arguments) for text in (self.what, self.because, self.hint)
-        )
-        return wrong(program, i, what, because=because, hint=hint, also=also)
 
 
 NOT_TO_FREE = ErrorText(

@@ -13,7 +13,7 @@ from mdfuse.hir.instructions import BUFFER_OPS, NAMED, received
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.hir.verify.buffer_types import RULES
 from mdfuse.hir.verify.equal_elements import Expanded
-from mdfuse.hir.verify.error_report import wrong
+from mdfuse.hir.verify.error_report import ErrorText
 from mdfuse.hir.verify.op_types import lacks, row_problem
 from mdfuse.hir.verify.result_layouts import chunk_of, is_one_chunk
 from mdfuse.ir.graph import Operand, dtype_name
@@ -29,6 +29,23 @@ def check_types(program: HostProgram) -> None:
     the operand.
     """
     Types(program).block(program.instructions)
+
+
+NO_TYPE = ErrorText(
+    "%{name} has no type",
+    "each buffer and number has one, which says what it stands for",
+    "add it to the types of the program",
+)
+MISMATCH = ErrorText(
+    "{i} is declared {stated}, but {problem}",
+    "with {given}",
+    "declare what the op makes of its operands, with the layout they have",
+)
+PARTIAL = ErrorText(
+    "{i} writes %{name}, which {what}, into %{of}: {text}",
+    "afterwards the ranks would not hold of %{of} what its type says",
+    "{hint}",
+)
 
 
 @dataclass(slots=True)
@@ -105,13 +122,7 @@ class Types:
         self.intern(name)
         kind = self.program.types.get(name)
         if kind is None:
-            raise wrong(
-                self.program,
-                i,
-                f"%{name} has no type",
-                because="each buffer and number has one, which says what it stands for",
-                hint="add it to the types of the program",
-            )
+            raise NO_TYPE(self.program, i, name=name)
         return kind
 
     # -- rows of the op table --------------------------------------------------------------------
@@ -184,13 +195,8 @@ class Types:
     def mismatch(self, i: Instruction, problem: str) -> ProgramError:
         operands = [x for x in dict.fromkeys(i.reads) if x in self.program.types]
         texts = [f"%{x}: {self.text(x)}" for x in (*i.outputs, *operands)]
-        return wrong(
-            self.program,
-            i,
-            f"{i} is declared {self.text(i.outputs[0])}, but {problem}",
-            because="with " + ", ".join(texts),
-            hint="declare what the op makes of its operands, with the layout they have",
-        )
+        stated, given = self.text(i.outputs[0]), ", ".join(texts)
+        return MISMATCH(self.program, i, stated=stated, problem=problem, given=given)
 
     def text(self, name: str) -> str:
         kind = self.program.types[name]
@@ -299,13 +305,9 @@ class Types:
     def partial_write(
         self, i: Instruction, name: str, of: str, what: str, hint: str = ""
     ) -> ProgramError:
-        return wrong(
-            self.program,
-            i,
-            f"{i} writes %{name}, which {what}, into %{of}: {self.text(of)}",
-            because=f"afterwards the ranks would not hold of %{of} what its type says",
-            hint=hint or f"let %{of} vary along the axis, and set it to its layout when it is done",
-        )
+        hint = hint or f"let %{of} vary along the axis, and set it to its layout when it is done"
+        text = self.text(of)
+        return PARTIAL(self.program, i, name=name, what=what, of=of, text=text, hint=hint)
 
 
 @dataclass(slots=True)

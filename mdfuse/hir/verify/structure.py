@@ -11,9 +11,93 @@ from mdfuse.hir.instructions import POSTS, is_local
 from mdfuse.hir.program import HostProgram, Instruction
 from mdfuse.hir.verify.call_order import check_calls
 from mdfuse.hir.verify.counts import check_counts
-from mdfuse.hir.verify.error_report import wrong
+from mdfuse.hir.verify.error_report import ErrorText
 from mdfuse.hir.verify.refusals import unbound
 from mdfuse.layouts.kinds import IN_PIECES
+
+#: How many pieces a post may deliver.
+MOST_PIECES = 4096
+
+NO_INDEX = ErrorText(
+    "{i}: %{name} is no index",
+    "an index is a number of the host that a loop or a block counts",
+    "name the index of the loop or block around it",
+)
+UNPOSTED = ErrorText(
+    "wait %{i.reads[0]}, which nothing posted before",
+    "each wait names an earlier post",
+    "move it behind the post, or leave it out",
+)
+WRITTEN_INPUT = ErrorText(
+    "{i} writes into %{name}, which is an input",
+    "inputs are the caller's; only an alias of one updates it in place",
+    "declare `alias %new = %{name}` and write %new",
+)
+LOOP_OVER_BUFFER = ErrorText(
+    "{over} %{i.outputs[0]}, which is a buffer",
+    "an index is a number of the host",
+    "name it otherwise",
+)
+MISPLACED = ErrorText(
+    "next outside of a loop",
+    "it divides the body of a `for`, not that of a branch or block inside",
+    "move it into the body of the loop, or leave it out",
+)
+EARLY = ErrorText(
+    "return before the end",
+    "a program has one return, which is its last instruction",
+    "move it to the end",
+)
+NOT_RETURNED = ErrorText(
+    "the last instruction does not return the outputs",
+    "the outputs are {outputs}",
+    "end the program with return and its outputs",
+)
+UNBALANCED = ErrorText(
+    "{i.op} without a {other} in the same block",
+    "a group is what stands between the two",
+    "add the {other}, or leave this one out",
+)
+IN_GROUP = ErrorText(
+    "{i.op} inside a group",
+    "a group holds only " + ", ".join(POSTS),
+    "move it out of the group",
+)
+NOT_LOCAL = ErrorText(
+    "{i.op} inside launch {unit.fn}",
+    "a host unit holds local ops only",
+    "move it out of the unit",
+)
+UNDEFINED_OUTPUT = ErrorText(
+    "launch {i.fn} does not define its output %{name}",
+    "the outputs of a host unit are made inside it",
+    "compute %{name} in the unit, or drop it from the outputs",
+)
+FOREIGN = ErrorText(
+    "{i} reads %{name}, which is no input of launch {unit.fn}",
+    "a host unit reads its inputs and what was defined in it before",
+    "add %{name} to the inputs of the unit",
+)
+ALLOCATED_TWICE = ErrorText(
+    "%{name} is allocated twice",
+    "each buffer is allocated once",
+    "leave one out, or name it otherwise",
+)
+POST_OF_NUMBER = ErrorText("{i.op} of %{name}, which is a number")
+NOT_IN_PIECES = ErrorText(
+    "{i.comm.kind} in {count} pieces",
+    f"only {', '.join(IN_PIECES)} deliver in pieces, of the outermost dim",
+    "leave pieces= out, or post it in a loop over chunks",
+)
+MANY_PIECES = ErrorText(
+    "{i.comm.kind} in {count} pieces",
+    f"a post has {MOST_PIECES} at most, each a call of its own",
+    "fewer pieces, or a loop over chunks",
+)
+NO_BUFFER = ErrorText(
+    "free of %{name}, which is no buffer",
+    hint="free names of buffers; a handle ends with its wait",
+)
 
 
 def check_structure(program: HostProgram, allocates_once: bool = True) -> None:
@@ -42,7 +126,7 @@ def check_defined(program: HostProgram) -> None:
     root = program.root
     ends = [program.types[n].layout for n in (*program.inputs, *program.outputs)]
     for name in sorted(names_in(ends)):
-        raise _no_index(program, program.instructions[-1], name)
+        raise NO_INDEX(program, program.instructions[-1], name=name)
     _check_block(
         program, program.instructions, {root(n) for n in (*program.inputs, *program.outputs)}
     )
@@ -60,23 +144,13 @@ def _check_block(program: HostProgram, block: tuple[Instruction, ...], known: se
         for name in index_names(i, types):
             kind = types.get(name)
             if name not in known or (kind is not None and kind.layout is not None):
-                raise _no_index(program, i, name)
+                raise NO_INDEX(program, i, name=name)
         bound = {*(map(root, i.outputs) if program.aliases else i.outputs)} - known
         known |= bound
         for inner in (i.body, i.orelse):
             _check_block(program, inner, known)
         if i.op in ("for", "block"):
             known -= bound
-
-
-def _no_index(program: HostProgram, i: Instruction, name: str) -> ProgramError:
-    return wrong(
-        program,
-        i,
-        f"{i}: %{name} is no index",
-        because="an index is a number of the host that a loop or a block counts",
-        hint="name the index of the loop or block around it",
-    )
 
 
 def check_aliases(program: HostProgram) -> None:
@@ -101,17 +175,6 @@ def check_aliases(program: HostProgram) -> None:
             )
 
 
-def unposted(program: HostProgram, i: Instruction) -> ProgramError:
-    """Return the error for a wait whose handle nothing posted before."""
-    return wrong(
-        program,
-        i,
-        f"wait %{i.reads[0]}, which nothing posted before",
-        because="each wait names an earlier post",
-        hint="move it behind the post, or leave it out",
-    )
-
-
 @dataclass(slots=True)
 class _Structure:
     program: HostProgram
@@ -130,7 +193,7 @@ class _Structure:
         rules, inputs = _RULES, self.inputs
         for i in block:
             if self.group is not None and i.op not in (*POSTS, "group_end"):
-                raise self.wrong_in_group(i)
+                raise IN_GROUP(self.program, i, self.group)
             rule = rules.get(i.op)
             if rule is not None:
                 rule(self, i)
@@ -144,13 +207,7 @@ class _Structure:
         """Raise ProgramError for a write into an input, unless an alias says that it is updated."""
         for name in names:
             if name in self.inputs and name not in self.updated:
-                raise wrong(
-                    self.program,
-                    i,
-                    f"{i} writes into %{name}, which is an input",
-                    because="inputs are the caller's; only an alias of one updates it in place",
-                    hint=f"declare `alias %new = %{name}` and write %new",
-                )
+                raise WRITTEN_INPUT(self.program, i, name=name)
 
     # -- blocks ----------------------------------------------------------------------------------
 
@@ -158,24 +215,12 @@ class _Structure:
         self.check_no_return(i)
         kind = self.program.types.get(i.outputs[0])
         if kind is not None and kind.layout is not None:
-            raise wrong(
-                self.program,
-                i,
-                f"{_OVER[i.op]} %{i.outputs[0]}, which is a buffer",
-                because="an index is a number of the host",
-                hint="name it otherwise",
-            )
+            raise LOOP_OVER_BUFFER(self.program, i, over=_OVER[i.op])
         for part in i.parts if i.op == "for" else (i.body,):
             self.block(part)
 
     def misplaced(self, i: Instruction) -> None:
-        raise wrong(
-            self.program,
-            i,
-            "next outside of a loop",
-            because="it divides the body of a `for`, not that of a branch or block inside",
-            hint="move it into the body of the loop, or leave it out",
-        )
+        raise MISPLACED(self.program, i)
 
     def branch(self, i: Instruction) -> None:
         """Check both blocks of an `if`, each as if only that one runs."""
@@ -189,32 +234,18 @@ class _Structure:
     def check_no_return(self, i: Instruction) -> None:
         for inner in (*i.body, *i.orelse):
             if inner.op == "return":
-                raise self.early(inner)
-
-    def early(self, i: Instruction) -> ProgramError:
-        return wrong(
-            self.program,
-            i,
-            "return before the end",
-            because="a program has one return, which is its last instruction",
-            hint="move it to the end",
-        )
+                raise EARLY(self.program, inner)
 
     def check_return(self) -> None:
         program = self.program
         for i in program.instructions[:-1]:
             if i.op == "return":
-                raise self.early(i)
+                raise EARLY(program, i)
         last = program.instructions[-1] if program.instructions else None
         returned = last.inputs if last is not None and last.op == "return" else ()
         if returned != program.outputs:
-            raise wrong(
-                program,
-                last,
-                "the last instruction does not return the outputs",
-                because=f"the outputs are {', '.join(f'%{n}' for n in program.outputs) or 'none'}",
-                hint="end the program with return and its outputs",
-            )
+            outputs = ", ".join(f"%{n}" for n in program.outputs) or "none"
+            raise NOT_RETURNED(program, last, outputs=outputs)
 
     def group_start(self, i: Instruction) -> None:
         self.group = i
@@ -226,24 +257,7 @@ class _Structure:
 
     def unbalanced(self, i: Instruction) -> ProgramError:
         other = "group_end" if i.op == "group_start" else "group_start"
-        return wrong(
-            self.program,
-            i,
-            f"{i.op} without a {other} in the same block",
-            because="a group is what stands between the two",
-            hint=f"add the {other}, or leave this one out",
-        )
-
-    def wrong_in_group(self, i: Instruction) -> ProgramError:
-        assert self.group is not None
-        return wrong(
-            self.program,
-            i,
-            f"{i.op} inside a group",
-            because="a group holds only " + ", ".join(POSTS),
-            hint="move it out of the group",
-            also=[self.group],
-        )
+        return UNBALANCED(self.program, i, other=other)
 
     # -- instructions ----------------------------------------------------------------------------
 
@@ -252,50 +266,20 @@ class _Structure:
         known, results = set(i.inputs), {n for j in i.body for n in j.outputs}
         for inner in i.body:
             if not is_local(inner):
-                raise wrong(
-                    self.program,
-                    inner,
-                    f"{inner.op} inside launch {i.fn}",
-                    because="a host unit holds local ops only",
-                    hint="move it out of the unit",
-                    also=[i],
-                )
+                raise NOT_LOCAL(self.program, inner, i, unit=i)
             for name in inner.reads:
                 if name not in known:
-                    raise self.foreign(i, inner, name)
+                    raise FOREIGN(self.program, inner, i, name=name, unit=i)
             known.update(inner.outputs)
             self.check_writes(inner, inner.outputs)
         for name in i.outputs:
             if name not in results:
-                raise wrong(
-                    self.program,
-                    i,
-                    f"launch {i.fn} does not define its output %{name}",
-                    because="the outputs of a host unit are made inside it",
-                    hint=f"compute %{name} in the unit, or drop it from the outputs",
-                )
-
-    def foreign(self, unit: Instruction, i: Instruction, name: str) -> ProgramError:
-        return wrong(
-            self.program,
-            i,
-            f"{i} reads %{name}, which is no input of launch {unit.fn}",
-            because="a host unit reads its inputs and what was defined in it before",
-            hint=f"add %{name} to the inputs of the unit",
-            also=[unit],
-        )
+                raise UNDEFINED_OUTPUT(self.program, i, name=name)
 
     def alloc(self, i: Instruction) -> None:
         (name,) = i.outputs
         if self.allocates_once and name in self.allocated:
-            raise wrong(
-                self.program,
-                i,
-                f"%{name} is allocated twice",
-                because="each buffer is allocated once",
-                hint="leave one out, or name it otherwise",
-                also=[self.allocated[name]],
-            )
+            raise ALLOCATED_TWICE(self.program, i, self.allocated[name], name=name)
         self.allocated[name] = i
 
     def post(self, i: Instruction) -> None:
@@ -305,7 +289,7 @@ class _Structure:
             if kind is None:
                 raise unbound(self.program, name, i, None)
             if kind.layout is None:
-                raise wrong(self.program, i, f"{i.op} of %{name}, which is a number")
+                raise POST_OF_NUMBER(self.program, i, name=name)
         if i.op != "send":
             written = i.inputs[1] if i.op == "post" else i.inputs[0]
             self.check_writes(i, (written,) if isinstance(written, str) else ())
@@ -313,39 +297,19 @@ class _Structure:
         if comm is None or count is None:
             return
         if comm.kind not in IN_PIECES or (count > 1 and not comm.shape):
-            raise wrong(
-                self.program,
-                i,
-                f"{comm.kind} in {count} pieces",
-                because=f"only {', '.join(IN_PIECES)} deliver in pieces, of the outermost dim",
-                hint="leave pieces= out, or post it in a loop over chunks",
-            )
+            raise NOT_IN_PIECES(self.program, i, count=count)
         if count > MOST_PIECES:
-            raise wrong(
-                self.program,
-                i,
-                f"{comm.kind} in {count} pieces",
-                because=f"a post has {MOST_PIECES} at most, each a call of its own",
-                hint="fewer pieces, or a loop over chunks",
-            )
+            raise MANY_PIECES(self.program, i, count=count)
 
     def wait(self, i: Instruction) -> None:
         if i.reads[0] not in self.handles:
-            raise unposted(self.program, i)
+            raise UNPOSTED(self.program, i)
 
     def free(self, i: Instruction) -> None:
         for name in i.inputs:
             if isinstance(name, str) and name not in self.program.types:
-                raise wrong(
-                    self.program,
-                    i,
-                    f"free of %{name}, which is no buffer",
-                    hint="free names of buffers; a handle ends with its wait",
-                )
+                raise NO_BUFFER(self.program, i, name=name)
 
-
-#: How many pieces a post may deliver.
-MOST_PIECES = 4096
 
 _OVER = {"for": "a loop over", "block": "a block of index"}
 

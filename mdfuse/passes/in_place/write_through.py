@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from mdfuse.ir.graph import Expr, Fusion, Value
+from mdfuse.ir.graph import Expr, Fusion, Value, leading_to
 from mdfuse.passes.in_place.chains import ViewStep, are_alike, extended, starts_with, step_of
 from mdfuse.passes.in_place.moved import WRITES, Appender, emitted, through, write_of
 from mdfuse.passes.rewriting import Maker
@@ -200,11 +200,9 @@ class _Pushed:
                 continue
             names[new] = output
         may_go = self.shown.union(values.keys() - self.fusion.values.keys())
-        live = _read([_named(e, names) for e in exprs], {*self.fusion.outputs}, may_go)
-        there = {*self.fusion.inputs, *(x for e in live for x in e.outputs)}
-        return replace(
-            self.fusion, values={n: v for n, v in values.items() if n in there}, exprs=live
-        )
+        named = [_named(e, names) for e in exprs]
+        live = leading_to(named, self.fusion.outputs, lambda e: not may_go.issuperset(e.outputs))
+        return self.fusion.with_exprs(live, values)
 
 
 def _viewed(maker: Maker, by: Expr, x: str, step: ViewStep, last: bool) -> str:
@@ -223,13 +221,3 @@ def _viewed(maker: Maker, by: Expr, x: str, step: ViewStep, last: bool) -> str:
 def _named(expr: Expr, names: dict[str, str]) -> Expr:
     """Return an expression with other names for some values."""
     return replace(expr.reading(names), outputs=tuple(names.get(x, x) for x in expr.outputs))
-
-
-def _read(exprs: list[Expr], outputs: set[str], may_go: set[str]) -> tuple[Expr, ...]:
-    """Return the expressions without those of some values that nobody reads."""
-    read, live = set(outputs), []
-    for expr in reversed(exprs):
-        if not (read.isdisjoint(expr.outputs) and may_go.issuperset(expr.outputs)):
-            read.update(expr.reads)
-            live.append(expr)
-    return tuple(reversed(live))

@@ -38,9 +38,9 @@ from mdfuse.ir.dims import pointwise
 from mdfuse.ir.graph import Expr, Fusion
 from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.layout import Layout, Partial, Placement, Shard, commute
-from mdfuse.passes.prices import move_cost
+from mdfuse.passes.prices import brought_cost
 from mdfuse.passes.propagate_layouts import anew
-from mdfuse.passes.strategy import choose, choose_here, moved, read_layouts
+from mdfuse.passes.strategy import choose, choose_here, choose_laid, moved, read_layouts
 
 name = "cheap_operands"
 
@@ -91,9 +91,10 @@ def _as_read(fusion: Fusion, expr: Expr) -> Iterator[tuple[str, Layout]]:
             continue
         goal = _wanted_by_all(fusion, out.name, axis)
         # One element of an expansion would travel, which is the operand; loops have no form for it.
-        if goal is not None and _moved(fusion, out.name, goal) + is_expansion > _price(
-            fusion, expr, goal
-        ):
+        if goal is None:
+            continue
+        price = brought_cost(fusion.values, out.name, goal) + is_expansion
+        if price > _price(fusion, expr, goal):
             yield out.name, goal
             return
 
@@ -117,19 +118,14 @@ def _read_along(fusion: Fusion, reader: Expr, value: str, axis: str) -> Placemen
 
 def _price(fusion: Fusion, expr: Expr, goal: Layout) -> int:
     """Return what arrives where operands that nobody else reads so are brought to a goal."""
-    out = replace(fusion.values[expr.outputs[0]], layout=goal)
-    strategy = choose_here(expr, {**fusion.values, out.name: out})
+    strategy = choose_laid(expr, fusion.values, {expr.outputs[0]: goal})
     assert strategy is not None
     others = {x: [r for r in fusion.consumers[x] if r is not expr] for x in expr.reads}
     return sum(
-        _moved(fusion, x, strategy.wanted[x])
+        brought_cost(fusion.values, x, strategy.wanted[x])
         for x, readers in others.items()
         if not any(read_layouts(r, fusion)[x] == strategy.wanted[x] for r in readers)
     )
-
-
-def _moved(fusion: Fusion, value: str, to: Layout) -> int:
-    return move_cost(fusion.values[value], fusion.layout(value), to)
 
 
 # -- as terms --------------------------------------------------------------------------------------

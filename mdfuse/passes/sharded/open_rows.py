@@ -145,9 +145,7 @@ class _OpenRows:
                     if x in self.opened and not self._close(x, e):
                         return None
                 self.maker.exprs.append(e)
-        named = {*self.of.inputs, *(x for e in self.maker.exprs for x in e.outputs)}
-        values = {x: v for x, v in self.maker.values.items() if x in named}
-        return replace(self.of, values=values, exprs=tuple(self.maker.exprs))
+        return self.of.with_exprs(self.maker.exprs, self.maker.values)
 
     def _open(self, e: Expr) -> bool:
         """Append an expression with rows as several dims, if there is such a form."""

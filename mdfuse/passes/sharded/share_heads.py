@@ -24,6 +24,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
+from mdfuse.ir.shapes import times_of_heads
 from mdfuse.passes import propagate_layouts
 
 name = "share_heads"
@@ -65,10 +66,8 @@ def run(fusion: Fusion) -> Fusion:
             expr = new
             changed.update(expr.outputs)
         exprs.append(expr)
-    known = {x for e in exprs for x in e.outputs} | {*fusion.inputs}
-    values = {n: v for n, v in values.items() if n in known}
     free = {n: replace(values[n], layout=None) for n in changed if not values[n].is_law}
-    return _laid_out(fusion, replace(fusion, values={**values, **free}, exprs=tuple(exprs)), free)
+    return _laid_out(fusion, fusion.with_exprs(exprs, {**values, **free}), free)
 
 
 def _laid_out(before: Fusion, fusion: Fusion, free: Collection[str]) -> Fusion:
@@ -146,16 +145,9 @@ def _before(fusion: Fusion, x: object) -> str | None:
         return None
     last = fusion.values[names[0]].shape
     repeated, opened, first = (fusion.values[n].shape for n in names[-3:])
-    if len(first) < 3 or not all(type(n) is int for n in first):
+    if not all(type(n) is int for n in first):
         return None
-    lead, (shared, *behind) = first[:-3], first[-3:]
-    times = last[-3] // max(shared, 1)
-    is_so = (last, repeated, opened) == (
-        (*lead, shared * times, *behind),
-        (*lead, shared, times, *behind),
-        (*lead, shared, 1, *behind),
-    )
-    return names[-1] if is_so and times > 1 else None
+    return names[-1] if times_of_heads(last, repeated, opened, first) > 1 else None
 
 
 def _is_as_it_lies(fusion: Fusion, x: str) -> bool:
