@@ -182,15 +182,21 @@ class Interruption:
     def cancel(self, settled: Callable[[], object]) -> None:
         """End what is under way on the device, before survivors meet; the thread has an error.
 
+        Garbage that the device still sends could reach buffers that others use anew.
+
         Args:
             settled: returns once the device has done all posts, if it ever has.
         """
         with self._lock:
             is_first, self.is_over = not self.is_over, True
-            if is_first and within(_PATIENCE_S, settled, "mdfuse-settle"):
+            is_settled = within(_PATIENCE_S, settled, "mdfuse-settle")
+            if is_first and is_settled:
                 self._come()
             elif is_first:
                 self._release()
+                is_settled = within(_PATIENCE_S, settled, "mdfuse-settle")
+        if not is_settled:
+            _log.warning("the device still works on posts that were to end")
 
     def stand_by(self) -> None:
         """Let no run begin, and note whole versions; the second call tells others.
@@ -212,15 +218,19 @@ class Interruption:
                 hint="mdfuse.rebuild(error) goes on with the ranks that are left",
             )
 
-    def _come(self) -> None:
-        if not self._ranks.watch.come():  # the device may have gone on, with garbage
+    def _come(self) -> bool:
+        """Tell others that versions are noted; return False where they did not wait for that."""
+        is_awaited = self._ranks.watch.come()
+        if not is_awaited:  # the device may have gone on, with garbage
             for runs in _every():
                 runs.lose()
+        return is_awaited
 
     def _release(self) -> None:
         _freeze()
         all_know = self._ranks.watch.meet()
-        self._come()
+        # others that did not wait may use the buffers anew that posts of this rank write to
+        all_know = self._come() and all_know
         for backend in self._ranks.carriers():
             try:
                 if isinstance(backend, Releasing):

@@ -204,11 +204,16 @@ def test_posts_that_end_by_themselves_are_left_alone(
     monkeypatch: pytest.MonkeyPatch, is_done: bool
 ) -> None:
     monkeypatch.setattr(interruption, "_PATIENCE_S", 0.2)
-    device, over, came = Device(), threading.Event(), list[bool]()
+    device, came = Device(), list[bool]()
     comm = ranks(device, come=lambda: came.append(True) or True)
-    Interruption(comm).cancel((lambda: None) if is_done else (lambda: over.wait(20)))
-    over.set()
+    seen: list[bool] = []
+
+    def settled() -> None:
+        seen.append(is_done or device.is_free.wait(20))
+
+    Interruption(comm).cancel(settled)
     assert device.releases == (0 if is_done else 1)
+    assert seen[-1], "and the device is done"
     assert came == [True], "others that end their posts wait for it"
 
 
@@ -224,6 +229,8 @@ def test_a_rank_that_others_missed_knows_no_version(way: str) -> None:
         "cancel": lambda: of.cancel(lambda: None),
         "stand_by": lambda: (of.stand_by(), of.stand_by()),
     }[way]()
+    knew = {"begin": [False], "cancel": [], "stand_by": []}
+    assert device.knew == knew[way], "its posts would reach what the others use anew"
     device.release()
     program.end()
     assert program.runs.last == -1

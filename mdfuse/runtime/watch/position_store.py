@@ -59,7 +59,7 @@ class Bulletin:
         is_ending: a rank is about to end the posts of its device.
         heard: the message of the first rank that raised an alarm.
         gone: ranks of this host whose processes have ended without a word.
-        is_missed: others ended their posts before this rank had noted its results.
+        has_come: this rank had noted its results before others ended their posts.
     """
 
     store: Store
@@ -71,10 +71,9 @@ class Bulletin:
     is_ending: bool = False
     heard: str = ""
     gone: set[int] = field(default_factory=set)
-    is_missed: bool = False
+    has_come: bool = False
     #: rank -> its process; None: it is not seen from here
     _processes: dict[int, Process | None] = field(default_factory=dict)
-    _has_noted: bool = False
     _beat: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     #: thread -> the start of its pending request to the store, by the monotonic clock
@@ -128,19 +127,19 @@ class Bulletin:
 
     def come(self) -> None:
         """Tell the others that this rank has noted its results, and waits for no new ones."""
-        if not self._has_noted:
+        if not self.has_come:
             self._set(f"noted/{self.rank}", "")
-            missed = self._get(f"missed/{self.rank}")
-            self.is_missed, self._has_noted = missed is not None, not self.is_lost
+            was_missed = self._get(f"missed/{self.rank}") is not None
+            self.has_come = not was_missed and not self.is_lost
 
-    def meet(self, ranks: Iterable[int], silent: Iterable[int], limit: Deadline) -> bool:
+    def meet(self, ranks: Iterable[int], limit: Deadline) -> bool:
         """Come, and wait until each rank has come or has told nothing new for the time of `gather`.
 
-        A rank that told nothing new is missed: it hears so once it comes.
+        A rank that told nothing new, or whose process has ended, is missed: it hears so once it
+        comes. One that was silent for a report only is waited for: it may be busy.
 
         Args:
             ranks: all, with this one.
-            silent: those of them that are not waited for.
             limit: for all this.
 
         Returns:
@@ -152,8 +151,7 @@ class Bulletin:
             self.is_ending = True
             self.break_off()
             self.come()
-            self._miss(silent)
-            have_come.append(self._all_came({*ranks} - {*silent}, limit))
+            have_come.append(self._all_came(ranks, limit))
 
         return within(limit.left() + 0.5, ask) and have_come[-1]
 
@@ -171,19 +169,15 @@ class Bulletin:
         if self._get(f"noted/{rank}") is not None:
             return False
         at = self._read(rank)
-        if at is None or at.ended:
+        if at is not None and at.ended:
             return False
         beat, since = heard.get(rank, (-1, 0.0))
-        if at.beat != beat:
+        if at is not None and at.beat != beat:
             heard[rank] = beat, since = at.beat, time.monotonic()
         if rank not in self.gone and time.monotonic() - since < self._patience_s:
             return True
-        self._miss([rank])
+        self._set(f"missed/{rank}", "")
         return False
-
-    def _miss(self, ranks: Iterable[int]) -> None:
-        for rank in ranks:
-            self._set(f"missed/{rank}", "")
 
     def alarm(self, text: str) -> None:
         """Leave an alarm for ranks that fail once this rank is gone."""

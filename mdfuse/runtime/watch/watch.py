@@ -132,7 +132,6 @@ class Watch:
         #: raises the error of a device that hangs in the program; None: the process ends
         self.interruption: Interrupting | None = None
         self._is_raised = self._is_aborted = False
-        self._silent: set[int] = set()  #: told nothing new when this rank reported
         self._tallies = Tallies(gone=lambda tally: self.ring.forget(tally.title))
         self._waits: list[tuple[str, float]] = []
         self._stood: tuple[object, float] = (None, clock())
@@ -411,14 +410,12 @@ class Watch:
         """
         limit = Deadline.after(self._timeout + _SLACK_S + self.patience_s)
         bulletin = self._bulletin
-        return bulletin is not None and bulletin.meet(self._world, self._silent, limit)
+        return bulletin is not None and bulletin.meet(self._world, limit)
 
     def come(self) -> bool:
         """Tell others that versions are noted; return False where they did not wait for that."""
-        if self._bulletin is None:
-            return True
-        within(self._beat, self._bulletin.come)
-        return not self._bulletin.is_missed
+        bulletin = self._bulletin
+        return bulletin is None or (within(self.patience_s, bulletin.come) and bulletin.has_come)
 
     @contextmanager
     def _reporting(self, alarm: Alarm, now: OwnPosition) -> Iterator[Table]:
@@ -431,7 +428,6 @@ class Watch:
             within(self.ending.left(self._beat), bulletin.break_off)
             within(self.ending.left(self._beat), lambda: bulletin.tell(position))
             answers = bulletin.gather(ranks, self.ending)
-            self._silent = {n for n, at in answers.positions.items() if at.silent_s}
         table = self._table(position, ranks, answers)
         try:
             if bulletin is not None and answers.is_complete:

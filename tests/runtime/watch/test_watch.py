@@ -262,7 +262,7 @@ def test_a_rank_that_lives_and_does_not_come_holds_the_meeting_up(
     assert not Rank().watch.meet(), "without a store nobody can say that it knows"
 
 
-@pytest.mark.parametrize("way", ["told silent", "dies meanwhile", "is gone"])
+@pytest.mark.parametrize("way", ["dies meanwhile", "is gone"])
 def test_a_rank_that_is_not_awaited_hears_so(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was stopped: what it notes later may be garbage of ranks that ended their posts."""
     monkeypatch.setattr(bulletin_module, "patience_of", lambda beat_s: 1.0)
@@ -273,15 +273,26 @@ def test_a_rank_that_is_not_awaited_hears_so(way: str, monkeypatch: pytest.Monke
     assert quick.watch.come()
     bulletin = caller.watch._bulletin
     assert bulletin is not None
-    if way == "told silent":
-        caller.watch._silent = {1}
-    elif way == "is gone":
+    if way == "is gone":
         bulletin.gone = {1}
     begin = time.monotonic()
     assert caller.watch.meet() and caller.watch.come()
     assert (time.monotonic() - begin > 0.9) == (way == "dies meanwhile")
     assert not late.watch.come() and quick.watch.come()
     assert not late.watch.come(), "also when it asks again"
+
+
+def test_a_rank_that_cannot_ask_whether_it_was_missed_was() -> None:
+    server, rank = a_server(), Rank(0, ranks=2)
+    assert rank.watch.come(), "nobody waits without a store"
+    rank = Rank(0, server, ranks=2)
+
+    class Gone:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError("Connection reset by peer")
+
+    rank.watch._bulletin.store = Gone()  # type: ignore[union-attr]
+    assert not rank.watch.come() and not rank.watch.meet()
 
 
 def test_two_ranks_call_at_once() -> None:
