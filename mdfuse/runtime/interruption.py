@@ -176,8 +176,8 @@ class Interruption:
             self._ranks.is_ready = self._ranks.is_sound = False
             is_handling = has_own and handles(self._thread)
             taken = None if is_handling else raise_in(self._thread, error)
-            self._release()
-        return taken is None or taken.wait(_TAKEN_S)
+            is_released = self._release()
+        return is_released if taken is None else taken.wait(_TAKEN_S)
 
     def cancel(self, settled: Callable[[], object]) -> None:
         """End what is under way on the device, before survivors meet; the thread has an error.
@@ -226,17 +226,20 @@ class Interruption:
                 runs.lose()
         return is_awaited
 
-    def _release(self) -> None:
+    def _release(self) -> bool:
+        """Note versions, let others do so, and end posts; return whether all backends do."""
         _freeze()
         all_know = self._ranks.watch.meet()
         # others that did not wait may use the buffers anew that posts of this rank write to
-        all_know = self._come() and all_know
+        all_know, is_released = self._come() and all_know, True
         for backend in self._ranks.carriers():
             try:
                 if isinstance(backend, Releasing):
                     backend.release(all_know)
             except Exception as error:  # the posts of the others have to end, too
                 _log.warning("posts that cannot be ended: %s", reason(error))
+                is_released = False
+        return is_released
 
 
 def handles(thread: threading.Thread) -> bool:

@@ -260,6 +260,31 @@ def test_a_program_that_handles_an_error_of_its_own_gets_no_other(is_own: bool) 
     assert (len(program.errors), device.releases) == (not is_own, 1)
 
 
+def test_a_program_that_handles_an_error_may_wait_for_posts_that_do_not_end() -> None:
+    """In a read of a result: then its process has to end."""
+
+    class Broken(Device):
+        def release(self, all_know: bool = True) -> None:
+            raise RuntimeError("no driver")
+
+    over = threading.Event()
+
+    def reads() -> None:
+        try:
+            raise BackendError("a meeting broke", because="b", hint="h")
+        except BackendError:
+            over.wait(20)
+
+    program = Program(reads)
+    comm = ranks(Broken())
+    comm.is_sound = False
+    while not interruption.handles(program.thread):
+        time.sleep(0.01)
+    assert not Interruption(comm, program.thread).begin(ERROR)
+    over.set()
+    program.end()
+
+
 # -- versions --------------------------------------------------------------------------------------
 
 
