@@ -44,6 +44,8 @@ class Launch:
     @property
     def near(self) -> range:
         """The ranks of this host, where each host has ranks that follow each other."""
+        if self.is_one_host:  # `local_rank` stays where ranks are numbered anew
+            return range(self.size)
         first = self.rank - self.local_rank
         return range(first, first + (self.local_size or 0))
 

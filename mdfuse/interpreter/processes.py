@@ -28,16 +28,24 @@ class Process:
 
     def has_ended(self) -> bool:
         """Return whether the process is dead, also where its parent has not waited for it yet."""
-        status = _status(self.pid)
+        try:
+            status = _status(self.pid)
+        except OSError:  # it is hidden from this one
+            return False
         return status is None or status[0] in _ENDED or status[_BEGAN] != self.began
 
 
 def this_process() -> Process:
-    """Return the description of this process."""
+    """Return the description of this process.
+
+    Raises:
+        OSError: /proc does not show it.
+    """
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     status = _status(os.getpid())
-    assert status is not None
+    if status is None or os.readlink("/proc/self") != str(os.getpid()):
+        raise OSError("/proc shows the processes of another namespace")
     host = f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
     return Process(host=host, pid=os.getpid(), began=status[_BEGAN])
 

@@ -279,6 +279,7 @@ class Communicator:
             BackendError: others had begun it, or a communication broke.
         """
         self._check_open("run programs that communicate")
+        self.interruption.check_goes_on()
         self._refusals.settle()
         self.is_ready = self.is_sound = True
 
@@ -446,10 +447,9 @@ def init(
         _live.check_process()
         check_same(_live, wanted, given)
         return _live
-    is_null = wanted == NULL
     _live = (
         alone(stand_in(rank, size, device, options.timeout_s))
-        if is_null
+        if wanted == NULL
         else opened(door_of(carriers, options))
     )
     untell_torchrun()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
@@ -79,6 +80,10 @@ class DeviceRuns:
             before = queued[0][0] - 1 if len(queued) < _AHEAD else -1  # else nobody knows
             self.last = max([n for n, x in queued if x.is_done(n)], default=before)
 
+    def lose(self) -> None:
+        """Note that nobody knows which versions are whole."""
+        self.last = -1
+
 
 #: The runs of all states on GPUs, and the lock for adding some and listing all.
 _all_runs: WeakSet[DeviceRuns] = WeakSet()
@@ -91,10 +96,13 @@ def _every() -> list[DeviceRuns]:
 
 
 class _Convening(Protocol):
-    """The part of a watch that an interruption needs."""
+    """The parts of a watch that an interruption needs."""
 
     def meet(self) -> bool:
         """Return whether all ranks that live know that posts are ended."""
+
+    def come(self) -> bool:
+        """Tell others that versions are noted; return False where they did not wait for that."""
 
 
 class _Interrupted(Protocol):
@@ -137,12 +145,13 @@ class Interruption:
 
     Attributes:
         is_over: the program has an error.
+        is_standing_by: no run begins any more.
     """
 
     def __init__(self, ranks: _Interrupted, thread: threading.Thread | None = None) -> None:
         self._ranks, self._thread = ranks, thread or threading.main_thread()
         self._lock = threading.Lock()
-        self.is_over = self._is_standing_by = False
+        self.is_over = self.is_standing_by = False
 
     def can_begin(self) -> bool:
         """Return whether the program can have the error: it has a state, and runs in one thread."""
@@ -154,6 +163,8 @@ class Interruption:
     def begin(self, error: BackendError) -> bool:
         """Raise an error in the thread, and end the posts of the device.
 
+        A thread that handles another one already, of its own, gets no second one.
+
         Returns:
             False where the thread does not take it; True where it has, or has another one.
         """
@@ -161,38 +172,83 @@ class Interruption:
             if self.is_over:
                 return True
             self.is_over = True
+            has_own = not self._ranks.is_sound and not self.is_standing_by
             self._ranks.is_ready = self._ranks.is_sound = False
-            taken = raise_in(self._thread, error)
-            self._release()
-        return taken.wait(_TAKEN_S)
+            is_handling = has_own and handles(self._thread)
+            taken = None if is_handling else raise_in(self._thread, error)
+            is_released = self._release()
+        return is_released if taken is None else taken.wait(_TAKEN_S)
 
     def cancel(self, settled: Callable[[], object]) -> None:
         """End what is under way on the device, before survivors meet; the thread has an error.
+
+        Garbage that the device still sends could reach buffers that others use anew.
 
         Args:
             settled: returns once the device has done all posts, if it ever has.
         """
         with self._lock:
             is_first, self.is_over = not self.is_over, True
-            if is_first and not within(_PATIENCE_S, settled, "mdfuse-settle"):
+            is_settled = within(_PATIENCE_S, settled, "mdfuse-settle")
+            if is_first and is_settled:
+                self._come()
+            elif is_first:
                 self._release()
+                is_settled = within(_PATIENCE_S, settled, "mdfuse-settle")
+        if not is_settled:
+            _log.warning("the device still works on posts that were to end")
 
-    def stand_by(self) -> bool:
-        """Let no run begin, and note whole versions; return whether that was done before."""
-        was, self._is_standing_by = self._is_standing_by, True
+    def stand_by(self) -> None:
+        """Let no run begin, and note whole versions; the second call tells others.
+
+        The program may have begun a run before the first call.
+        """
+        was, self.is_standing_by = self.is_standing_by, True
         self._ranks.is_ready = self._ranks.is_sound = False
         _freeze()
-        return was
+        if was:
+            self._come()
 
-    def _release(self) -> None:
+    def check_goes_on(self) -> None:
+        """Raise BackendError where no run may begin."""
+        if self.is_over or self.is_standing_by:
+            raise BackendError(
+                "posts of other ranks were ended",
+                because="a communication hung on a rank, and nobody gets results any more",
+                hint="mdfuse.rebuild(error) goes on with the ranks that are left",
+            )
+
+    def _come(self) -> bool:
+        """Tell others that versions are noted; return False where they did not wait for that."""
+        is_awaited = self._ranks.watch.come()
+        if not is_awaited:  # the device may have gone on, with garbage
+            for runs in _every():
+                runs.lose()
+        return is_awaited
+
+    def _release(self) -> bool:
+        """Note versions, let others do so, and end posts; return whether all backends do."""
         _freeze()
         all_know = self._ranks.watch.meet()
+        # others that did not wait may use the buffers anew that posts of this rank write to
+        all_know, is_released = self._come() and all_know, True
         for backend in self._ranks.carriers():
             try:
                 if isinstance(backend, Releasing):
                     backend.release(all_know)
             except Exception as error:  # the posts of the others have to end, too
                 _log.warning("posts that cannot be ended: %s", reason(error))
+                is_released = False
+        return is_released
+
+
+def handles(thread: threading.Thread) -> bool:
+    """Return whether a thread is in an `except` or `finally` of a BackendError."""
+    active: Any = sys._current_exceptions().get(thread.ident or 0)
+    error = active[1] if isinstance(active, tuple) else active  # a tuple before Python 3.12
+    while error is not None and not isinstance(error, BackendError):
+        error = error.__context__
+    return error is not None
 
 
 def raise_in(thread: threading.Thread, error: BackendError) -> threading.Event:

@@ -109,3 +109,15 @@ def test_replays_are_noted_where_a_backend_says_how(monkeypatch: pytest.MonkeyPa
     assert queue.marked == [1]
     again = comm.replays("other", 7)  # of another program: the same track
     assert again is not None and again._track is queue and len(comm._watch.tracks) == 1
+
+
+@pytest.mark.usefixtures("unjoined")
+def test_no_run_begins_where_others_end_their_posts() -> None:
+    """One that is idle stands by: a later run would read what others do not compute."""
+    comm = mf.init(backend="gloo")
+    comm.settle()
+    comm.interruption.stand_by()
+    for _ in range(2):
+        assert not comm.is_ready
+        with pytest.raises(mf.BackendError, match="posts of other ranks were ended"):
+            comm.settle()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -52,12 +53,16 @@ class Host:
 
 
 def ranks(
-    *backends: Any, size: int = 2, name: str = "mdfuse launch", meet: Any = lambda: True
+    *backends: Any,
+    size: int = 2,
+    name: str = "mdfuse launch",
+    meet: Any = lambda: True,
+    come: Any = lambda: True,
 ) -> Any:
     launch = Launch(name=name, rank=0, size=size, local_rank=0, why="")
     return SimpleNamespace(
         is_ready=True, is_sound=True, size=size, launch=launch, door=object(),
-        carriers=lambda: backends, watch=SimpleNamespace(meet=meet),
+        carriers=lambda: backends, watch=SimpleNamespace(meet=meet, come=come),
     )  # fmt: skip
 
 
@@ -140,11 +145,22 @@ def test_a_program_that_stands_by_begins_no_run() -> None:
     device = Device()
     program = Program(lambda: device.is_free.wait(20))
     program.gpu.tracks[1].done = 1
-    comm = ranks(device)
+    noted: list[Any] = []
+
+    def come() -> bool:
+        noted.append(program.runs.last)
+        return True
+
+    comm = ranks(device, come=come)
     of = Interruption(comm, program.thread)
-    assert [of.stand_by(), of.stand_by()] == [False, True]
+    of.check_goes_on()
+    of.stand_by()
     assert (comm.is_ready, comm.is_sound, of.is_over, device.releases) == (False, False, False, 0)
-    assert program.runs.last == 1
+    assert (program.runs.last, noted) == (1, [])
+    with pytest.raises(BackendError, match="posts of other ranks were ended"):
+        of.check_goes_on()
+    of.stand_by()
+    assert noted == [1]
     device.release()
     program.end()
 
@@ -188,10 +204,85 @@ def test_posts_that_end_by_themselves_are_left_alone(
     monkeypatch: pytest.MonkeyPatch, is_done: bool
 ) -> None:
     monkeypatch.setattr(interruption, "_PATIENCE_S", 0.2)
-    device, over = Device(), threading.Event()
-    Interruption(ranks(device)).cancel((lambda: None) if is_done else (lambda: over.wait(20)))
-    over.set()
+    device, came = Device(), list[bool]()
+    comm = ranks(device, come=lambda: came.append(True) or True)
+    seen: list[bool] = []
+
+    def settled() -> None:
+        seen.append(is_done or device.is_free.wait(20))
+
+    Interruption(comm).cancel(settled)
     assert device.releases == (0 if is_done else 1)
+    assert seen[-1], "and the device is done"
+    assert came == [True], "others that end their posts wait for it"
+
+
+@pytest.mark.parametrize("way", ["begin", "cancel", "stand_by"])
+def test_a_rank_that_others_missed_knows_no_version(way: str) -> None:
+    """It was stopped; meanwhile others ended their posts, and its device took garbage."""
+    device = Device()
+    program = Program(lambda: device.is_free.wait(20))
+    program.gpu.tracks[1].done = 1
+    of = Interruption(ranks(device, come=lambda: False), program.thread)
+    {
+        "begin": lambda: of.begin(ERROR),
+        "cancel": lambda: of.cancel(lambda: None),
+        "stand_by": lambda: (of.stand_by(), of.stand_by()),
+    }[way]()
+    knew = {"begin": [False], "cancel": [], "stand_by": []}
+    assert device.knew == knew[way], "its posts would reach what the others use anew"
+    device.release()
+    program.end()
+    assert program.runs.last == -1
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_program_that_handles_an_error_of_its_own_gets_no_other(is_own: bool) -> None:
+    """It is in an `except`, on its way to a rebuild; one of an earlier communicator counts not."""
+    device = Device()
+
+    def reads() -> None:
+        try:
+            raise BackendError("a meeting broke", because="b", hint="h")
+        except BackendError:
+            try:
+                raise KeyError
+            except KeyError:
+                device.is_free.wait(20)
+
+    program = Program(reads)
+    comm = ranks(device)
+    comm.is_sound = not is_own
+    while not interruption.handles(program.thread):
+        time.sleep(0.01)
+    assert Interruption(comm, program.thread).begin(ERROR)
+    program.end()
+    assert (len(program.errors), device.releases) == (not is_own, 1)
+
+
+def test_a_program_that_handles_an_error_may_wait_for_posts_that_do_not_end() -> None:
+    """In a read of a result: then its process has to end."""
+
+    class Broken(Device):
+        def release(self, all_know: bool = True) -> None:
+            raise RuntimeError("no driver")
+
+    over = threading.Event()
+
+    def reads() -> None:
+        try:
+            raise BackendError("a meeting broke", because="b", hint="h")
+        except BackendError:
+            over.wait(20)
+
+    program = Program(reads)
+    comm = ranks(Broken())
+    comm.is_sound = False
+    while not interruption.handles(program.thread):
+        time.sleep(0.01)
+    assert not Interruption(comm, program.thread).begin(ERROR)
+    over.set()
+    program.end()
 
 
 # -- versions --------------------------------------------------------------------------------------

@@ -91,9 +91,9 @@ class C10dBackend:
         An abort ends once no graph uses the group.
         """
         if self._library.on_current:
-            for lane in self._lanes.values():
+            for lane in [*self._lanes.values()]:  # the program may make a team meanwhile
                 lane.release()
-            for team in self._teams.values():
+            for team in [*self._teams.values()]:
                 self._ending.append(begun(team.group.abort, self.rank))
             self._teams.clear()
 

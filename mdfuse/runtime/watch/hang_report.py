@@ -137,8 +137,8 @@ class Interrupting(Protocol):
     def begin(self, error: BackendError) -> bool:
         """Raise an error in the program; return whether the program has it."""
 
-    def stand_by(self) -> bool:
-        """Let no run begin, and note whole versions; return whether that was done before."""
+    def stand_by(self) -> None:
+        """Let no run begin, and note whole versions; the second call tells others."""
 
 
 def report(alarm: Alarm, table: Table, consequence: str = ENDS) -> BackendError:

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from typing import TYPE_CHECKING
@@ -58,6 +59,7 @@ class Bulletin:
         is_ending: a rank is about to end the posts of its device.
         heard: the message of the first rank that raised an alarm.
         gone: ranks of this host whose processes have ended without a word.
+        has_come: this rank had noted its results before others ended their posts.
     """
 
     store: Store
@@ -69,7 +71,9 @@ class Bulletin:
     is_ending: bool = False
     heard: str = ""
     gone: set[int] = field(default_factory=set)
-    _processes: dict[int, Process] = field(default_factory=dict)
+    has_come: bool = False
+    #: rank -> its process; None: it is not seen from here
+    _processes: dict[int, Process | None] = field(default_factory=dict)
     _beat: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     #: thread -> the start of its pending request to the store, by the monotonic clock
@@ -81,7 +85,8 @@ class Bulletin:
             return
         with self._lock:  # two threads write; beats must be in order
             if self.near and self._beat == 0:
-                self._set(f"process/{self.rank}", json.dumps(asdict(this_process())))
+                with suppress(OSError):
+                    self._set(f"process/{self.rank}", json.dumps(asdict(this_process())))
             self._beat += 1
             stamped = replace(position, beat=self._beat, time=time.time())
             self._set(f"at/{self.rank}", stamped.encode())
@@ -99,7 +104,7 @@ class Bulletin:
         for rank in self.near:
             if rank == self.rank or rank in self.gone:
                 continue
-            process = self._processes.get(rank) or self._process_of(rank)
+            process = self._process_of(rank)
             if process is not None and process.has_ended():
                 at = self._read(rank)
                 if at is not None and not at.ended:
@@ -107,12 +112,14 @@ class Bulletin:
 
     def _process_of(self, rank: int) -> Process | None:
         """Return the process of a rank, where this one sees it."""
-        text = self._get(f"process/{rank}")
-        process = None if text is None else Process(**json.loads(text))
-        if process is None or process.host != this_process().host:
-            return None
-        self._processes[rank] = process
-        return process
+        if rank not in self._processes:
+            text = self._get(f"process/{rank}")
+            if text is None:
+                return None
+            process = Process(**json.loads(text))
+            with suppress(OSError):
+                self._processes[rank] = process if process.host == this_process().host else None
+        return self._processes.get(rank)
 
     def break_off(self) -> None:
         """Tell the others that a communication broke, so that they wait for this rank no more."""
@@ -120,12 +127,20 @@ class Bulletin:
 
     def come(self) -> None:
         """Tell the others that this rank has noted its results, and waits for no new ones."""
-        self.is_ending = True
-        self.break_off()
-        self._set(f"noted/{self.rank}", "")
+        if not self.has_come:
+            self._set(f"noted/{self.rank}", "")
+            was_missed = self._get(f"missed/{self.rank}") is not None
+            self.has_come = not was_missed and not self.is_lost
 
     def meet(self, ranks: Iterable[int], limit: Deadline) -> bool:
         """Come, and wait until each rank has come or has told nothing new for the time of `gather`.
+
+        A rank that told nothing new, or whose process has ended, is missed: it hears so once it
+        comes. One that was silent for a report only is waited for: it may be busy.
+
+        Args:
+            ranks: all, with this one.
+            limit: for all this.
 
         Returns:
             False: it took too long, or the store is lost.
@@ -133,6 +148,8 @@ class Bulletin:
         have_come = [False]
 
         def ask() -> None:
+            self.is_ending = True
+            self.break_off()
             self.come()
             have_come.append(self._all_came(ranks, limit))
 
@@ -149,13 +166,18 @@ class Bulletin:
 
     def _may_come(self, rank: int, heard: dict[int, tuple[int, float]]) -> bool:
         """Return whether a rank has not come, and still tells its position."""
+        if self._get(f"noted/{rank}") is not None:
+            return False
         at = self._read(rank)
-        if at is None or at.ended or self._get(f"noted/{rank}") is not None:
+        if at is not None and at.ended:
             return False
         beat, since = heard.get(rank, (-1, 0.0))
-        if at.beat != beat:
+        if at is not None and at.beat != beat:
             heard[rank] = beat, since = at.beat, time.monotonic()
-        return time.monotonic() - since < self._patience_s
+        if rank not in self.gone and time.monotonic() - since < self._patience_s:
+            return True
+        self._set(f"missed/{rank}", "")
+        return False
 
     def alarm(self, text: str) -> None:
         """Leave an alarm for ranks that fail once this rank is gone."""

@@ -132,7 +132,6 @@ class Watch:
         #: raises the error of a device that hangs in the program; None: the process ends
         self.interruption: Interrupting | None = None
         self._is_raised = self._is_aborted = False
-        self._silent: set[int] = set()  #: told nothing new when this rank reported
         self._tallies = Tallies(gone=lambda tally: self.ring.forget(tally.title))
         self._waits: list[tuple[str, float]] = []
         self._stood: tuple[object, float] = (None, clock())
@@ -349,7 +348,7 @@ class Watch:
         if not lost or now - max(oldest.posted_at, self._moved_at) <= 2 * self._beat:
             return None
         alarm = Alarm.of(oldest, self._rank, self._timeout, now - oldest.posted_at)
-        return replace(alarm, what=f"{alarm.what}: {ranks_text(lost)} ended without a word")
+        return replace(alarm, what=f"{alarm.what}: {ranks_text(sorted(lost))} ended without a word")
 
     def _find_oldest(self) -> Post | None:
         """Return the first post that is not done, kept in case the ring overwrites it."""
@@ -400,8 +399,7 @@ class Watch:
         if self._broke is None and (now.doing or self._find_oldest() is not None):
             what = f"rank {self._rank} ends its posts, as others do"
             return Alarm.at(now, what, self._world) if program.can_begin() else None
-        if program.stand_by():  # at the second look: the program may have begun a run meanwhile
-            bulletin.come()
+        program.stand_by()
         return None
 
     def meet(self) -> bool:
@@ -410,9 +408,14 @@ class Watch:
         Returns:
             False: one that lives does not come in time, or there is no store.
         """
-        others = [rank for rank in self._world if rank != self._rank and rank not in self._silent]
         limit = Deadline.after(self._timeout + _SLACK_S + self.patience_s)
-        return self._bulletin is not None and self._bulletin.meet(others, limit)
+        bulletin = self._bulletin
+        return bulletin is not None and bulletin.meet(self._world, limit)
+
+    def come(self) -> bool:
+        """Tell others that versions are noted; return False where they did not wait for that."""
+        bulletin = self._bulletin
+        return bulletin is None or (within(self.patience_s, bulletin.come) and bulletin.has_come)
 
     @contextmanager
     def _reporting(self, alarm: Alarm, now: OwnPosition) -> Iterator[Table]:
@@ -425,7 +428,6 @@ class Watch:
             within(self.ending.left(self._beat), bulletin.break_off)
             within(self.ending.left(self._beat), lambda: bulletin.tell(position))
             answers = bulletin.gather(ranks, self.ending)
-            self._silent = {n for n, at in answers.positions.items() if at.silent_s}
         table = self._table(position, ranks, answers)
         try:
             if bulletin is not None and answers.is_complete:

@@ -174,6 +174,7 @@ class Program:
     def __init__(self, *, can: bool, takes: bool) -> None:
         self.can, self.takes, self.errors = can, takes, list[Any]()
         self.is_over, self.standing_by = False, 0
+        self.watch: Watch | None = None
 
     def can_begin(self) -> bool:
         return self.can
@@ -182,9 +183,10 @@ class Program:
         self.errors.append(error)
         return self.takes
 
-    def stand_by(self) -> bool:
+    def stand_by(self) -> None:
         self.standing_by += 1
-        return self.standing_by > 1
+        if self.standing_by > 1:
+            assert self.watch is not None and self.watch.come()
 
 
 @pytest.mark.parametrize(("can", "takes"), [(True, True), (True, False), (False, True)])
@@ -215,6 +217,7 @@ def test_all_ranks_come_before_posts_are_ended() -> None:
     programs = [Program(can=True, takes=True) for _ in range(3)]
     for rank, program in zip((caller, busy, idle), programs, strict=True):
         rank.watch.interruption = program
+    programs[2].watch = idle.watch
     busy.post()
     for rank in (caller, busy, idle, dead):
         rank.look()
@@ -257,6 +260,60 @@ def test_a_rank_that_lives_and_does_not_come_holds_the_meeting_up(
         time.sleep(0.05)
     assert came == [False]
     assert not Rank().watch.meet(), "without a store nobody can say that it knows"
+
+
+@pytest.mark.parametrize("way", ["dies meanwhile", "is gone"])
+def test_a_rank_that_is_not_awaited_hears_so(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was stopped: what it notes later may be garbage of ranks that ended their posts."""
+    monkeypatch.setattr(bulletin_module, "patience_of", lambda beat_s: 1.0)
+    store = HashStore()
+    caller, late, quick = (Rank(n, store, ranks=3) for n in range(3))
+    for rank in (caller, late, quick):
+        rank.look()
+    assert quick.watch.come()
+    bulletin = caller.watch._bulletin
+    assert bulletin is not None
+    if way == "is gone":
+        bulletin.gone = {1}
+    begin = time.monotonic()
+    assert caller.watch.meet() and caller.watch.come()
+    assert (time.monotonic() - begin > 0.9) == (way == "dies meanwhile")
+    assert not late.watch.come() and quick.watch.come()
+    assert not late.watch.come(), "also when it asks again"
+
+
+def test_a_rank_that_cannot_ask_whether_it_was_missed_was() -> None:
+    server, rank = a_server(), Rank(0, ranks=2)
+    assert rank.watch.come(), "nobody waits without a store"
+    rank = Rank(0, server, ranks=2)
+
+    class Gone:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError("Connection reset by peer")
+
+    rank.watch._bulletin.store = Gone()  # type: ignore[union-attr]
+    assert not rank.watch.come() and not rank.watch.meet()
+
+
+def test_two_ranks_call_at_once() -> None:
+    store = HashStore()
+    ranks = [Rank(n, store, ranks=3) for n in range(3)]
+    for rank in ranks:
+        rank.look()
+    ranks[2].watch._ended = "closed its communicator"
+    ranks[2].watch.tell()
+    came: list[bool] = []
+    threads = [
+        threading.Thread(target=lambda rank=rank: came.append(rank.watch.meet()))
+        for rank in ranks[:2]
+    ]
+    begin = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert came == [True, True] and time.monotonic() - begin < 1.5
+    assert all(rank.watch.come() for rank in ranks[:2]), "nobody was missed"
 
 
 class Another:
@@ -303,6 +360,49 @@ def test_a_process_that_ends_without_a_word_is_seen_at_once(last: str) -> None:
     assert time.monotonic() - begin < 2.5, "nobody waits for a new word of it"
     assert "is not done on rank 0: rank 2 ended without a word" in rank.texts[0]
     assert "rank 2 no sign of life" in rank.texts[0]
+
+
+def test_a_process_that_cannot_be_seen_is_left_to_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """/proc shows less in some containers; positions are told all the same."""
+    store = HashStore()
+    rank = Rank(0, store, ranks=3, near=range(3))
+    other = Another(store, 2)
+
+    def hidden(pid: int) -> None:
+        raise PermissionError(pid)
+
+    monkeypatch.setattr(processes, "_status", hidden)
+    rank.post()
+    rank.look()
+    assert rank.watch._bulletin is not None and rank.watch._bulletin._read(0) is not None
+    assert not store.check(["process/0"])
+    other.end()
+    rank.look(3)
+    assert not rank.statuses and not rank.watch._bulletin.gone
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "readlink", lambda path: "7")
+    with pytest.raises(OSError, match="another namespace"):
+        processes.this_process()
+
+
+def test_processes_of_other_hosts_are_asked_for_once() -> None:
+    asked: list[str] = []
+
+    class Counted(HashStore):
+        def check(self, keys: list[str]) -> bool:
+            asked.extend(keys)
+            return super().check(keys)
+
+    store = Counted()
+    rank = Rank(0, store, ranks=3, near=range(3))
+    here = processes.this_process()
+    store.set("process/1", json.dumps(asdict(replace(here, host="another"))))
+    for _ in range(4):
+        rank.look()
+    assert asked.count("process/1") == 1, "it is none of this host"
+    assert asked.count("process/2") == 4, "it has not come yet"
 
 
 def test_a_rank_of_another_team_is_not_missed() -> None:
