@@ -619,7 +619,7 @@ def test_a_backend_ends_the_posts_of_its_lanes_and_groups(monkeypatch: pytest.Mo
         backend._library = replace(backend._library, on_current=is_device)
         monkeypatch.setattr(backend, "_make", lambda _, g=group: SimpleNamespace(group=g))
         backend.prepare([(0, 1)])
-        backend.release()
+        backend.release(all_know=False)
         backend.close()
         assert opener.log[1:] == ["release"] * is_device + [("close", (0, 1)), "close"]
         assert backend.track(7) is None, "a host queues nothing"

@@ -84,10 +84,11 @@ def _narrow(types: Types, i: Instruction, before: BufferType, after: BufferType)
     """Check that the part of the result that a rank holds lies in its part of the operand."""
     if before.flat:
         return "the elements of a flat buffer have no dims"
-    if brings_together(before, after) and i.order is None:
-        return "several runs of rows are copied side by side, and it states no `contiguous`"
     problem = _chunk_problem(after) or _placement_problem(before.placed, after.placed)
-    return problem or _part_problem(before, after, types.program.rank)
+    problem = problem or _part_problem(before, after, types.program.rank)
+    if problem is None and brings_together(before, after) and i.order is None:
+        return "several runs of rows are copied side by side, and it states no `contiguous`"
+    return problem
 
 
 def _chunk_problem(kind: BufferType) -> str | None:

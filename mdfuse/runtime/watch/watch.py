@@ -108,7 +108,7 @@ class Watch:
         self._rank = rank
         self._timeout = timeout_s
         self._tick = min(1.0, timeout_s / 10)
-        self._beat = max(self._tick, ranks / 1000)  # at most 1,000 messages a second
+        self._beat = max(self._tick, ranks / 1000)  # at most 1,000 ranks a second
         self._near = near
         self._bulletin = Bulletin(store, rank, self._beat, near) if store else None
         self._world = tuple(range(ranks))

@@ -177,7 +177,7 @@ CONTRADICTIONS: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
         "input %x: T; alias %y = %x; %y = add(%x, 1.0); for %i in 0..2 { "
         "%b: f32[2] of [4] (x=R, chunk(0,2,%i)) = chunk(%y); %b = add(%b, 1.0); } return %y",
         "chunk(0,2,%i)) = chunk(%y)",
-        "chunk(S0/zigzag,2,%i)) = chunk(%y)",
+        "chunk(S0/zigzag,2,%i)) = chunk(%y) contiguous",
         (
             "writes %b, which is a copy of two runs of rows, into %x: f32[4]",
             "write a chunk of one run: chunk(0,4,i), then another",
