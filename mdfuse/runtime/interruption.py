@@ -278,13 +278,3 @@ def raise_in(thread: threading.Thread, error: BackendError) -> threading.Event:
 def _set_error(thread: threading.Thread, kind: type[BaseException]) -> None:
     set_error: Any = ctypes.pythonapi.PyThreadState_SetAsyncExc
     set_error(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(kind))
-
-
-def settled(gpu: CudaDevice) -> Callable[[], None]:
-    """Return a function that returns once a device has done all that was queued."""
-
-    def wait() -> None:
-        gpu.enter()
-        gpu.synchronize()
-
-    return wait

@@ -20,7 +20,6 @@ from mdfuse.runtime.agreement.abort_protocol import not_open
 from mdfuse.runtime.agreement.epochs import Electorate, Excluded, Heard, Pulse, asked
 from mdfuse.runtime.communicator import Communicator, follow, init, live, opened
 from mdfuse.runtime.first_meeting import Door, watch_for
-from mdfuse.runtime.interruption import settled
 from mdfuse.runtime.membership import Member, Membership, why_no_survivors
 from mdfuse.runtime.null_world import NULL
 from mdfuse.runtime.opening import AT_EXIT, loaded
@@ -89,7 +88,7 @@ def rebuild(
         )
     _check_launch(comm.launch, os.environ)
     if comm.device.type == "cuda":
-        comm.interruption.cancel(settled(CudaDevice(comm.device)))
+        comm.interruption.cancel(CudaDevice(comm.device).settle)
     comm.abort()
     return _agreed(comm, settle_s)
 

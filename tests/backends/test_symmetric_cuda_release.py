@@ -14,6 +14,7 @@ from mdfuse.backends.symmetric import cuda_release, providers
 from mdfuse.backends.symmetric.cuda_release import end_waits
 from mdfuse.backends.symmetric.cuda_sums import Inbox
 from mdfuse.errors import BackendError
+from mdfuse.hir.row_norms import RowNorm
 from mdfuse.layouts.call import Call
 
 
@@ -44,7 +45,7 @@ class Gpu:
     def enter(self) -> None:
         pass
 
-    def synchronize(self) -> None:
+    def settle(self) -> None:
         assert self.is_done.wait(20)
 
 
@@ -104,10 +105,13 @@ def team(given_back: list[Any]) -> providers.CudaOutboxes:
     )  # fmt: skip
     stream = SimpleNamespace(query=lambda: True)
     fields: dict[str, Any] = {
-        "device": None, "heap": heap, "is_released": False, "norms": None, "noter": None,
+        "device": None, "heap": heap, "is_released": False, "noter": None,
         "lanes": [SimpleNamespace(stream=stream, awaited=set())] * 4, "own_words": [0],
         "outbox": "outbox", "words": [64],
         "sums": SimpleNamespace(inbox=Inbox(2), addresses=[1 << 20, 1 << 30], index=1),
+        "norms": SimpleNamespace(
+            inbox=Inbox(2), addresses=[1 << 21, 1 << 31], index=1, kernel=lambda *_: print
+        ),
     }  # fmt: skip
     for name, value in fields.items():
         setattr(outboxes, name, value)
@@ -128,10 +132,21 @@ def test_a_team_whose_posts_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     ended.release(all_know=True)
     ((_, lanes, flags, _),) = began
     inbox = Inbox(2)
-    assert len(lanes) == 4 and flags == [((1 << 30) + inbox.flags, inbox.chunks * 2)]
-    post = ended.poster(Call(kind="Allreduce", team=(0, 1), rank=1, reduce_op="sum"), 8, None)
+    assert len(lanes) == 4 and flags == [
+        (first + inbox.flags, inbox.chunks * 2) for first in (1 << 30, 1 << 31)
+    ]
+    call = Call(kind="Allreduce", team=(0, 1), rank=1, reduce_op="sum")
+    post = ended.poster(call, 8, None)
     with pytest.raises(BackendError, match="cannot post Allreduce on team"):
         post((), [torch.ones(2)], [torch.ones(2)], 0)
+    norm = RowNorm(
+        width=2, eps=1e-5, dtype=torch.float32, weight_dtype=None, has_residual=False,
+        has_total=True, is_rounded=False,
+    )  # fmt: skip
+    joined = ended.joined(call, norm, 1)
+    assert joined is not None
+    with pytest.raises(BackendError, match="cannot post Allreduce on team"):
+        joined(torch.ones(2), None, None, torch.ones(2), torch.ones(2))
     ended.close()
     assert back == []
     whole = team(back)

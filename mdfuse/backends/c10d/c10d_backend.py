@@ -86,9 +86,7 @@ class C10dBackend:
     def release(self, all_know: bool) -> None:
         """End posts on the device; see `Releasing`. Libraries whose posts are the host's have none.
 
-        The others get nothing from this rank any more.
-
-        An abort ends once no graph uses the group.
+        The others get nothing from this rank any more. An abort ends once no graph uses the group.
         """
         if self._library.on_current:
             for lane in [*self._lanes.values()]:  # the program may make a team meanwhile

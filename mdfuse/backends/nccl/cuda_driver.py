@@ -132,6 +132,11 @@ class CudaDevice:
         """Return once everything queued on the device is done."""
         torch.cuda.synchronize(self._device)
 
+    def settle(self) -> None:
+        """Do the same in a thread that may not have used the device yet."""
+        self.enter()
+        self.synchronize()
+
 
 def driver_function(function: Any, *arguments: Any) -> Any:
     """Return a function of the driver, made to raise BackendError where it fails.

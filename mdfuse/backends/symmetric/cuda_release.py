@@ -94,10 +94,9 @@ def due(awaited: Iterable[tuple[int, int]], turn: int) -> list[tuple[int, int]]:
 
 def _wait(device: CudaDevice) -> None:
     """Return once the device is done, and stays so."""
-    device.enter()
-    device.synchronize()
+    device.settle()
     time.sleep(_LATE_S)
-    device.synchronize()
+    device.settle()
 
 
 def _event() -> torch.cuda.Event:
