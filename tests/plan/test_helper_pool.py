@@ -625,37 +625,76 @@ def test_one_process_times_kernels_of_a_gpu_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from filelock import FileLock
-    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+    from torch._inductor.runtime.benchmarking import Benchmarker, benchmarker
 
     folder, seen = tmp_path / "mdfuse", list[Any]()
     folder.mkdir(mode=0o700)
 
-    def bench(self: Any, *given: Any, **named: Any) -> float:
+    def milliseconds(*given: Any) -> float:
         lock = FileLock(folder / "gpu-7.lock", thread_local=False)
         try:
             lock.acquire(timeout=0)
         except TimeoutError:
-            seen.append((given, named, "alone"))
+            seen.append((*given, "alone"))
         else:
             lock.release()
-            seen.append((given, named, "not alone"))
+            seen.append((*given, "not alone"))
         return 1.5
 
-    monkeypatch.setattr(CachingAutotuner, "bench", bench)
+    monkeypatch.setattr(inductor, "milliseconds", milliseconds)
     monkeypatch.setattr(inductor, "folder", lambda: tmp_path)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="gpu-7")
-    )
-    call: Callable[..., float] = lambda: CachingAutotuner.bench(None, 1, two=2)  # noqa: E731
+    properties = SimpleNamespace(uuid="gpu-7", L2_cache_size=9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(Benchmarker, "benchmark_gpu", lambda *_, **__: 2.5)
+    monkeypatch.setattr(type(benchmarker), "benchmark_gpu", lambda *_, **__: 2.5)
+    launch = object()
+    call: Callable[..., float] = lambda: benchmarker.benchmark_gpu(launch, rep=2)  # noqa: E731
     on_gpu: Any = SimpleNamespace(device=torch.device("cuda:1"))
     with inductor._timed_alone([on_gpu]):
         assert call() == 1.5
         folder.chmod(0o777)  # others may write there: nothing is locked, and kernels are timed
         assert call() == 1.5
-    folder.chmod(0o700)
-    assert call() == 1.5
+    assert call() == 2.5
     with inductor._timed_alone([torch.ones(1)]):
-        assert call() == 1.5
-    alone = [text for *_, text in seen]
-    assert alone == ["alone", "not alone", "not alone", "not alone"]
-    assert {given for given, *_ in seen} == {(1,)}
+        assert call() == 2.5
+    assert seen == [(launch, 9, "alone"), (launch, 9, "not alone")]
+
+
+@pytest.mark.parametrize(("each_ms", "launches"), [(0.03, 44), (2.0, 4)])
+def test_a_kernel_is_timed_once_all_launches_are_queued(
+    each_ms: float, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU that is simulated: what is recorded before it woke takes no time of the host's."""
+    done = list[str]()
+    clock = [0.0]
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = clock[0]
+
+        def elapsed_time(self, end: Event) -> float:
+            assert done[-1] == "waited"
+            return end.at - self.at
+
+    def launch() -> None:
+        done.append("launched")
+        clock[0] += each_ms * (2 if done.count("launched") % 5 else 1)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("waited"))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append(f"asleep {cycles}"))
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **{**k, "device": "cpu"}))
+    ms = inductor.milliseconds(launch, 16)
+    assert done.count("launched") == launches
+    assert ms == pytest.approx(each_ms if launches > 5 else 2 * each_ms)
+    first, *phases = " ".join(done).split("waited asleep ")
+    assert first == "launched "
+    for phase in phases:
+        cycles, *others = phase.split()
+        count = others.count("launched")
+        assert int(cycles) == count * inductor._QUEUED_CYCLES
+        assert others[: count + 1] == ["launched"] * count + ["waited"]

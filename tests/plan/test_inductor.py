@@ -124,7 +124,10 @@ def test_products_of_one_row_are_tuned_as_sums(form: str, rows: int, device: str
     forms: Any = [(*x, torch.device(device)) for x in shapes]
     graph = inductor.traced(lambda a, b: [a @ b.mT], forms)
     settings = inductor.settings_for(graph)
-    assert settings.get("coordinate_descent_tuning", False) is (device == "cuda" and rows == 1)
+    is_tuned = device == "cuda" and rows == 1
+    assert settings == dict.fromkeys(inductor._TUNED if is_tuned else (), True)
+    with inductor._configs()[0].patch(settings):
+        pass  # torch has these settings
 
 
 def test_no_folder_where_files_are_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
