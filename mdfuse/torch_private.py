@@ -71,6 +71,7 @@ __all__ = [
     "is_capturing",
     "is_transformed",
     "is_zero_tensor",
+    "keep_busy",
     "late_code",
     "likeness",
     "local_of",
@@ -108,6 +109,9 @@ is_capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCaptu
 
 #: The number of the current GPU: `torch.cuda.current_device` less a call.
 current_gpu: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", _no_cuda)
+
+#: Keeps the current stream of the current GPU busy for so many cycles.
+keep_busy: Callable[[int], None] = getattr(torch._C, "_cuda_sleep", _no_cuda)
 
 # -- tensors ---------------------------------------------------------------------------------------
 
