@@ -59,7 +59,25 @@ def _is_tangled(nodes: Sequence[fx.Node], value: fx.Node) -> bool:
 
 def _is_read(nodes: Sequence[fx.Node], base: Mapping[fx.Node, fx.Node], value: fx.Node) -> bool:
     """Tell whether a value that is partly written has users other than views."""
-    return any(base[x] is value for node in nodes if base[node] is node for x in _read(node))
+    users = (node for node in nodes if base[node] is node and not _writes_back(node))
+    return any(base[x] is value for node in users for x in _read(node))
+
+
+def _writes_back(node: fx.Node) -> bool:
+    """Tell whether rows are read only to be written where they lie, all of them or none.
+
+    That is the read in `x.index_copy_(dim, at, where(one_bool, rows, x.index_select(dim, at)))`.
+    """
+    choice = next(iter(node.users), None)
+    write = None if choice is None else next(iter(choice.users), None)
+    if choice is None or write is None or len(node.users) != 1 or len(choice.users) != 1:
+        return False
+    names = tuple(map(_name, (node, choice, write)))
+    if names != ("aten.index_select", "aten.where", "aten.index_copy_"):
+        return False
+    condition, rows, kept = choice.args
+    is_one = isinstance(condition, fx.Node) and _shape(condition) == ()
+    return is_one and rows is not kept is node and write.args == (*node.args, choice)
 
 
 def _read(node: fx.Node) -> set[fx.Node]:

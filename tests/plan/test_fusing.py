@@ -16,6 +16,7 @@ from mdfuse import DeviceMesh, FusionDefinition, Options
 from mdfuse.evaluator import HostIrEvaluator
 from mdfuse.hir.text.parser import parse
 from mdfuse.ir import creation
+from mdfuse.ir.element_writes import NOWHERE
 from mdfuse.plan import compilation, inductor
 from mdfuse.plan.build import Plan
 from mdfuse.plan.inductor import TracedGraph
@@ -472,9 +473,20 @@ def test_a_product_that_is_written_over_is_not_copied() -> None:
     assert "copy_" not in str(evaluator.plans.recent)
 
 
-@pytest.mark.parametrize("places", [[6, 0, 3], [6, 0, 6]])
-def test_rows_are_written_in_place_by_the_unit(places: list[int], compiler: Compiler) -> None:
-    """Among equal places the last one counts."""
+@pytest.mark.parametrize(
+    ("places", "attrs"),
+    [
+        ([6, 0, 3], ""),
+        ([6, 0, 6], ""),
+        ([NOWHERE, 0, 0], ", drops=True"),
+        ([6, NOWHERE, NOWHERE], ", drops=True"),
+        ([NOWHERE] * 3, ", drops=True"),
+    ],
+)
+def test_rows_are_written_in_place_by_the_unit(
+    places: list[int], attrs: str, compiler: Compiler
+) -> None:
+    """Among equal places the last one counts; where no row is to be written, none is."""
     text = """
         host @cache on mesh(t=1) {
           input %x: f32[3,4] (t=R)
@@ -484,18 +496,19 @@ def test_rows_are_written_in_place_by_the_unit(places: list[int], compiler: Comp
           launch first(%x, %at, %c) -> %c {
             %a: f32[3,4] (t=R) = sin(%x)
             %b: f32[3,4] (t=R) = mul(%a, 2)
-            %c = index_copy(%at, %b, %c, along=0)
+            %c = index_copy(%at, %b, %c, along=0{attrs})
           }
           %y: f32[7,4] (t=R) = exp(%c)
           return %n, %y
         }
     """
-    evaluator = HostIrEvaluator(parse(text), options=ALWAYS)
+    evaluator = HostIrEvaluator(parse(text.replace("{attrs}", attrs)), options=ALWAYS)
     for _ in range(2):
         x, c = torch.randn(3, 4), torch.randn(7, 4)
         wanted = c.clone()
         for n, place in enumerate(places):
-            wanted[place] = x[n].sin() * 2
+            if place != NOWHERE:
+                wanted[place] = x[n].sin() * 2
         new, y = evaluator.run({"x": x, "at": torch.tensor(places), "c": c})
         assert new is c
         torch.testing.assert_close([new, y], [wanted, wanted.exp()])

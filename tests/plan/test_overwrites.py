@@ -16,6 +16,27 @@ Function = Callable[[Tensor, Tensor], list[Tensor]]
 
 _ROWS = torch.tensor([2, 0, 1])
 
+
+def _written(w: Tensor, condition: Tensor, x: Tensor, turned: bool = False) -> Tensor:
+    """Write rows of x into w where a condition holds, else those that w has there or elsewhere."""
+    at = x[0].long()
+    read = w.index_select(0, at.flip(0) if turned else at)
+    return w.index_copy_(0, at, torch.where(condition, x, read))
+
+
+def _with_rows(w: Tensor, x: Tensor) -> list[Tensor]:
+    """Return rows, too, that are written back."""
+    at = x[0].long()
+    rows = w.index_select(0, at)
+    return [rows, w.index_copy_(0, at, torch.where(x.any(), x, rows))]
+
+
+def _swapped(w: Tensor, x: Tensor) -> list[Tensor]:
+    """Write rows back where a condition holds, and others else."""
+    at = x[0].long()
+    return [w.index_copy_(0, at, torch.where(x.any(), w.index_select(0, at), x))]
+
+
 _relu_backward = torch.ops.aten.threshold_backward.grad_input
 
 #: Each thread of a kernel reads the element that it writes, or another value.
@@ -31,6 +52,7 @@ APART: dict[str, Function] = {
     "what the function makes": lambda w, x: [(w + x).add_(w.T)],
     "rows of what is not read": lambda w, x: [w.index_copy_(0, _ROWS, x * 2)],
     "a choice": lambda w, x: [torch.where(w > 0, w, x, out=w)],
+    "rows that are written back": lambda w, x: [_written(w, x.any(), x)],
     "nothing is written": lambda w, x: [w.T * 2, w @ x],
 }
 
@@ -51,6 +73,10 @@ TANGLED: dict[str, Function] = {
     "rows made of others": lambda w, x: [w.index_copy_(0, _ROWS, w + x)],
     "a choice of others": lambda w, x: [torch.where(x > 0, w.T, x, out=w)],
     "the largest": lambda w, x: [torch.amax(w, 0), torch.mul(w, x, out=w)],
+    "some rows that are written back": lambda w, x: [_written(w, x > 0, x)],
+    "rows that are written back elsewhere": lambda w, x: [_written(w, x.any(), x, turned=True)],
+    "rows that are written back, or are others": _swapped,
+    "rows that are written back and returned": _with_rows,
     "broadcast": lambda w, x: [torch.mul(w, x[:, :, None]), w.copy_(x)],
 }
 

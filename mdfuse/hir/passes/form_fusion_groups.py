@@ -143,7 +143,7 @@ class _Groups:
             return False  # in a unit it would be copied to where it is to lie
         if i.op == "set" and i.order is not None and i.reads[0] in self.program.inputs:
             return False  # what callers pass mostly lies so: alone it is no work then
-        is_partial = self.writes_rows(i)
+        is_partial = i.op == "index_copy"
         if self.is_over(i) and not ((op.is_elementwise or is_partial) and self.is_in_place(i)):
             return False
         return all(self.mesh(x) is not None for x in (*i.reads, *i.outputs))
@@ -152,16 +152,6 @@ class _Groups:
         """Tell whether an instruction writes over a value."""
         names = (name for x in i.outputs for name in (x, self.program.root(x)))
         return any(name in self.bound and name not in self.empty for name in names)
-
-    def writes_rows(self, i: Instruction) -> bool:
-        """Tell whether an instruction writes rows at places that no rank but this one has.
-
-        Others read the cache where a row is not theirs.
-        """
-        if i.op != "index_copy" or i.kwargs.get("drops"):
-            return False
-        layout = self.program.types[i.outputs[0]].layout
-        return layout is not None and not layout.split_axes(i.kwargs["along"])
 
     def is_in_place(self, i: Instruction) -> bool:
         """Tell whether an instruction reads what it writes over as it lies, if at all."""
@@ -176,7 +166,7 @@ class _Groups:
         again: in one unit a compiler would keep it till then. Readers of a value that is
         written over go first, too, but for the unit that writes it.
         """
-        if self.is_over(i) and self.writes_rows(i):
+        if self.is_over(i) and i.op == "index_copy":
             return self.alone(i)
         if not self.waiting:
             return []
