@@ -7,7 +7,7 @@ cut. So as many plans and graphs as sizes serve runs of any number of rows.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from math import prod
@@ -36,7 +36,7 @@ from mdfuse.runs.arguments import (
     has_dtensors,
 )
 from mdfuse.runs.extents import check_extents
-from mdfuse.runtime.communicator import init
+from mdfuse.runtime.communicator import Communicator, init
 from mdfuse.torch_private import forward_level, transform_level, untraced
 
 Extents = Mapping[str, int]
@@ -159,7 +159,8 @@ class SizedProgram(Program):
         Raises:
             ProgramError: as there; more rows than the largest size; `out=`, `options=` or DTensors.
         """
-        rank, problem = init(self.options).rank, None
+        comm = init(self.options)
+        rank, problem = comm.rank, None
         try:
             if out is not None or options is not None or has_dtensors(inputs):
                 raise ProgramError(
@@ -174,9 +175,9 @@ class SizedProgram(Program):
         if problem is not None:
             self.whole.refuse(problem)
         if rank not in self._planned:
-            self._plan_ahead(inputs, known, rank)
+            self._plan_ahead(inputs, known, comm)
             self._planned.add(rank)
-        given = self._filled(inputs, known, sizes, rank)
+        given = self._filled(inputs, known, sizes, comm)
         results = self.whole.run(*given, extents=sizes)
         shapes = self._shapes(known, rank)
         return [
@@ -307,9 +308,10 @@ class SizedProgram(Program):
         return layout.local_shape(shape, rank) if rank in layout.mesh else None
 
     def _filled(
-        self, inputs: Sequence[Any], extents: Extents, sizes: Extents, rank: int
+        self, inputs: Sequence[Any], extents: Extents, sizes: Extents, comm: Communicator
     ) -> list[Any]:
         """Return the inputs filled up, and the masks of rows."""
+        rank = comm.rank
         others = tuple((name, n) for name, n in sizes.items() if name not in self._sizes)
         room = self._rooms.setdefault(others, {})
         shapes, given = self._shapes(extents, rank), list[Any]()
@@ -320,7 +322,7 @@ class SizedProgram(Program):
         for mask in (self.masks or {}).values():
             rows = None
             if (shape := shapes[mask]) is not None:
-                rows = self._room(room, mask, sizes, rank, init(self.options).device)
+                rows = self._room(room, mask, sizes, rank, comm.device)
                 torch.lt(self._numbers[: len(rows)], shape[0], out=rows)
             given.append(rows)
         return given
@@ -344,13 +346,13 @@ class SizedProgram(Program):
         rows = _first(x, shape)
         return rows.clone() if x.untyped_storage().data_ptr() in self._filled_at else rows
 
-    def _plan_ahead(self, inputs: Sequence[Any], extents: Extents, rank: int) -> None:
+    def _plan_ahead(self, inputs: Sequence[Any], extents: Extents, comm: Communicator) -> None:
         """Plan all sizes by runs without rows: twice where a second run captures graphs."""
         if not self.is_silent or len(self._combinations) > _AHEAD:
             return
-        times = 2 if init(self.options).device.type == "cuda" else 1
+        times = 2 if comm.device.type == "cuda" else 1
         nothing = {**extents, **dict.fromkeys(self._sizes, 0)}
-        shapes = self._shapes(nothing, rank)
+        shapes = self._shapes(nothing, comm.rank)
         empty = [
             _first(x, shapes[name] or ()) if isinstance(x, Tensor) and name in shapes else x
             for name, x in zip(self.fusion.inputs, inputs, strict=False)
@@ -358,7 +360,7 @@ class SizedProgram(Program):
         for chosen in self._combinations:
             sizes = {**extents, **chosen}
             for _ in range(times):
-                self.whole.run(*self._filled(empty, nothing, sizes, rank), extents=sizes)
+                self.whole.run(*self._filled(empty, nothing, sizes, comm), extents=sizes)
 
     def filled_up(
         self, inputs: Sequence[Any], extents: Extents
@@ -421,22 +423,28 @@ class _Room:
     Attributes:
         memory: dense, along one dim.
         shape: of the value that it has; None: nobody has written it.
+        value: it, a view.
     """
 
     memory: Tensor
     shape: Shape | None = None
+    value: Tensor = field(init=False)
 
     def of(self, shape: Shape) -> Tensor:
         """Return a tensor in it; rows that fill up have numbers of this input, or zeros."""
         if shape != self.shape:  # another row's numbers may be no index where they lie now
             self.memory.zero_()
-            self.shape = shape
-        return self.memory[: prod(shape)].view(shape)
+            with torch.inference_mode(False):  # as the memory
+                self.shape, self.value = shape, self.memory[: prod(shape)].view(shape)
+        return self.value
 
 
 def _first(x: Tensor, shape: Shape) -> Tensor:
     """Return the first elements of a tensor along each dim."""
-    return x[tuple(slice(0, n) for n in shape)]
+    for dim, (n, most) in enumerate(zip(shape, x.shape, strict=True)):
+        if n != most:
+            x = x.narrow(dim, 0, n)
+    return x
 
 
 def _in(room: Tensor, x: Tensor) -> Tensor:
