@@ -19,7 +19,6 @@ from mdfuse.hir.passes import (
     cut_units,
     fill_outputs,
     form_fusion_groups,
-    group_heads,
     hoist_posts,
     insert_frees,
     join_norms,
@@ -192,9 +191,7 @@ HOST_PASSES: tuple[tuple[str, HostPass], ...] = (
     (name_backends.name, name_backends.run),
     # Needs the backends; before posts move, with the buffers that they use.
     (place_symmetric.name, place_symmetric.run),
-    # Anywhere before units exist, which would hold the views that go.
-    (group_heads.name, group_heads.run),
-    # Anywhere before units exist, likewise.
+    # Anywhere before units exist.
     (keep_wide.name, keep_wide.run),
     # The emitter puts a wait right behind its post; here it moves to where the data is needed.
     (sink_waits.name, sink_waits.run),

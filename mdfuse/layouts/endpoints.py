@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
-from operator import mul
 from typing import Any
 
 from mdfuse.layouts.boxes import Rows, meet
@@ -56,12 +54,6 @@ class Side:
         """The axes that split each dim, outermost first."""
         return tuple(map(self.layout.split_axes, range(len(self.shape))))
 
-    @cached_property
-    def strides(self) -> dict[str, int]:
-        """Axis -> the distance between neighbours along it in the order of the mesh."""
-        sizes = accumulate(reversed(self.mesh.shape[1:]), mul, initial=1)
-        return dict(zip(reversed(self.mesh.axes), sizes, strict=True))
-
     def count(self, axes: tuple[str, ...]) -> int:
         return math.prod([self.sizes[a] for a in axes])
 
@@ -79,17 +71,6 @@ class Side:
         for a in axes:
             n = n * sizes[a] + at[a]
         return n
-
-    def place(self, n: int, axes: tuple[str, ...]) -> int:
-        """Return the offset, in the order of the mesh, of a row-major index along some axes."""
-        strides = self.strides
-        if len(axes) == 1:
-            return n * strides[axes[0]]
-        place = 0
-        for a in reversed(axes):
-            n, i = divmod(n, self.sizes[a])
-            place += i * strides[a]
-        return place
 
     def numbered(self, n: int, axes: tuple[str, ...]) -> dict[str, int]:
         """Return the coordinates of a row-major index along some axes."""

@@ -22,7 +22,6 @@ from mdfuse.layouts.endpoints import At, Side
 from mdfuse.layouts.hosts import hosts_by_rank, senders
 from mdfuse.layouts.layout import Layout, Partial
 from mdfuse.layouts.messages import Messages, Pattern, nth_share
-from mdfuse.layouts.round_robin import RoundRobin
 
 
 @dataclass(frozen=True)
@@ -56,15 +55,6 @@ class Exchange:
         if at is None or not all(map(has_rows, need)):
             return
         held = self._held(rank, at)
-        if self.turns is not None:
-            for boxes, senders in self.turns.received(rank, at, held, need):
-                for box in boxes:
-                    for n, givers in enumerate(senders):
-                        for sender, i, shares in givers:
-                            share = box if shares == 1 else nth_share(box, shares, i)
-                            if share is not None:
-                                yield sender, share, n
-            return
         for holders, box, n in self._needed(at, need):
             for sender, share in self._senders(holders, rank, at, held, box):
                 yield sender, share, n
@@ -98,12 +88,6 @@ class Exchange:
         if at is None or rank in self.source.mesh.lost or not all(map(has_rows, rows)):
             return
         holders = {a: at[a] for a in self.source.fixed}
-        if self.turns is not None:
-            for receiver, boxes, i, shares in self.turns.sent(at, rows):
-                if self.is_one or not _is_at(self.source.at(receiver), holders):
-                    shared_boxes = (nth_share(box, shares, i) for box in boxes)
-                    yield from ((receiver, share) for share in shared_boxes if share is not None)
-            return
         for to, i, shares in self._receivers(rank, at, holders):
             boxes = common(rows, self.destination.rows(to))
             receiver = self.destination.rank(to) if boxes else rank
@@ -215,13 +199,6 @@ class Exchange:
 
     def _messages(self, holders: At) -> Messages:
         return Messages(self.pattern, holders)
-
-    @cached_property
-    def turns(self) -> RoundRobin | None:
-        """Round-robin senders; None where hosts, or blocks of ranks, decide who sends."""
-        if self.by_host or self.pattern.blocks:
-            return None
-        return RoundRobin(self.pattern, self.reduced)
 
     @cached_property
     def pattern(self) -> Pattern:

@@ -32,7 +32,7 @@ FORMAT = "mdfuse costs 1"
 
 #: Keys of earlier files, of a table and of its costs, which are left out: timelines no longer model
 #: the caches and the clock of a processor.
-_RETIRED = frozenset(("pace_s", "caches"))
+_RETIRED = frozenset(("pace_s", "caches", "switch_s"))
 
 #: Where tables are that ship with the package, in it.
 _SHIPPED = "seeing/tables"

@@ -107,8 +107,6 @@ class Costs:
         launch_s: seconds that any work takes at least.
         run_s: fixed seconds of a run, besides its instructions.
         posting_s: additional seconds of a run that communicates.
-        switch_s: additional seconds of work behind work of another kind or size; each kernel of a
-            launch counts, too.
         flops: floating-point operations per second of products and attention.
         bandwidth: bytes per second of all other work, read and written.
         links: the links of communications; the link of the most special key counts.
@@ -140,7 +138,6 @@ class Costs:
     launch_s: float = 0.0
     run_s: float = 0.0
     posting_s: float = 0.0
-    switch_s: float = 0.0
     flops: float = math.inf
     bandwidth: float = math.inf
     links: Mapping[LinkKey, Link] = field(default_factory=dict)
@@ -152,7 +149,7 @@ class Costs:
     is_fused: bool = True
 
     def __post_init__(self) -> None:
-        times = {"run_s": self.run_s, "posting_s": self.posting_s, "switch_s": self.switch_s}
+        times = {"run_s": self.run_s, "posting_s": self.posting_s}
         _check(**times, launch_s=self.launch_s, flops=self.flops, bandwidth=self.bandwidth)
         for name, what in (("multiprocessors", "how many"), ("cache", "how many bytes of it")):
             count = getattr(self, name)
@@ -236,9 +233,7 @@ class Costs:
         if not self.is_fused:
             return sum(self.seconds(program, j) for j in i.body)
         if self.works:
-            units = kernels(program, i)
-            seconds = sum(self._kernel(k) for k in units)
-            seconds += self.switch_s * max(0, len(units) + len(inner) - 1)
+            seconds = sum(self._kernel(k) for k in kernels(program, i))
             return sum((self._work(program, j) for j in inner), start=seconds)
         moved = sum(k.nbytes for k in kernels(program, i)) / self.bandwidth
         return max(self.launch_s, moved + sum(self._modelled(program, j) for j in inner))

@@ -276,8 +276,6 @@ class _Rank:
     #: name of a handle -> its posts; name of a stream -> the stream
     handles: dict[str, list[_Post]] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
-    #: stream -> the kind and the sizes of its last work
-    kinds: dict[str, object] = field(default_factory=dict)
     #: bytes that its work has gone through since its last communication
     passed: int = 0
     #: axes -> the teams of this rank along them, in the order of their first posts
@@ -337,9 +335,6 @@ class _Rank:
             return
         self.passed += work.nbytes
         seconds = work.seconds + self.clock.delays.get((self.rank, self.at), 0.0)
-        if work.kind != self.kinds.get(self.stream):
-            seconds += self.clock.costs.switch_s if self.stream in self.kinds else 0.0
-            self.kinds[self.stream] = work.kind
         start = self.now
         self.streams[self.stream] = stop = start + seconds
         self.clock.add(self.rank, self.stream, work.name, start, stop, self.at, source=work.source)

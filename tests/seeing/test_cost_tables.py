@@ -20,7 +20,6 @@ COSTS = Costs(
     launch_s=2e-6,
     run_s=7e-6,
     posting_s=5e-6,
-    switch_s=3e-7,
     flops=1e12,
     bandwidth=1e11,
     links=links_of({
@@ -57,19 +56,20 @@ def test_a_table_from_before_runs_had_a_cost_is_read() -> None:
     """And from before attention was measured by blocks, and communications behind much work."""
     fields = json.loads(TABLE.as_json())
     assert fields["costs"].pop("attentions") and fields["costs"].pop("multiprocessors") == 132
-    assert fields["costs"].pop("run_s") == 7e-6 and fields["costs"].pop("switch_s") == 3e-7
+    assert fields["costs"].pop("run_s") == 7e-6
     assert fields["costs"].pop("posting_s") == 5e-6
     assert fields["costs"].pop("cache") == 50
     assert fields["costs"]["links"]["Allreduce 2"].pop("cold")
     back = parsed(json.dumps(fields)).costs
     assert back.attentions == {} and back.multiprocessors == back.cache == 0
     assert back.links[LinkKey("Allreduce", ranks=2)].cold is None
-    assert back.run_s == back.posting_s == back.switch_s == 0.0
+    assert back.run_s == back.posting_s == 0.0
 
 
-#: What a file had that modelled the caches and the clock of a processor.
+#: What a file had that modelled the caches and the clock of a processor, or work behind other work.
 RETIRED = {
     "pace_s": 6.5e-05,
+    "switch_s": 3e-7,
     "caches": {
         "core": 1048576, "returns": {"gelu": 3e-5, "any": 4e-5}, "shared": 33554432,
         "stale": [[4.0, 2e-11], [32.0, 1e-12]],
@@ -82,7 +82,7 @@ def test_retired_keys_are_left_out(caches: object, tmp_path: Path) -> None:
     """Tables of a file in its earlier form, and of costs by themselves, as users write them."""
     fields = json.loads(TABLE.as_json())
     fields["pace_s"] = RETIRED["pace_s"]
-    fields["costs"]["caches"] = caches
+    fields["costs"] |= {"caches": caches, "switch_s": RETIRED["switch_s"]}
     (tmp_path / "before.json").write_text(json.dumps(fields))
     table, told = find_table(MACHINE, tmp_path)
     assert table == parsed(TABLE.as_json()) and not told

@@ -168,7 +168,6 @@ def kinds(costs: Costs) -> Table:
     table.add_row("run", time_text(costs.run_s), "", "")
     if costs.links:
         table.add_row("run that communicates", time_text(costs.run_s + costs.posting_s), "", "")
-    table.add_row("behind other work", time_text(costs.switch_s), "", "")
     for key, curve in costs.works.items():
         size, seconds = curve.points[-1]
         what, speed = size_text(round(size)), f"{size / seconds / 1e9:.4g} GB/s"

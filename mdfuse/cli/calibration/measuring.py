@@ -16,13 +16,10 @@ import torch
 from torch import Tensor
 
 from mdfuse.cli.calibration.microbenchmarks import (
-    BETWEEN,
     OPTIONS,
-    TURNS,
     Microbenchmark,
     chains,
     linear,
-    switches,
 )
 from mdfuse.cli.calibration.scales import Scale
 from mdfuse.cli.calibration.sending import BESIDE, Backends, Way, beside, posting, received, ways
@@ -130,7 +127,6 @@ class Measurements:
             if n * _KEPT % _EVERY == 0:
                 self.calm += samples_of(self.alone or self.comm, probe, 1)
         self._take_slows(advance)
-        self.times["run", "switch"] = {1: self._switch()}
         self._share()
 
     def _subjects(self, advance: Callable[[], object]) -> Iterator[list[Microbenchmark]]:
@@ -234,22 +230,6 @@ class Measurements:
         )
         return max(0.0, 2 * few - many - self.times["run", "run"][1])
 
-    def _switch(self) -> float:
-        """Return the additional seconds of work behind another kind: the median of some pairs.
-
-        Three programs are timed: one does in turns the work of the other two.
-        """
-        mesh = DeviceMesh.arange(x=self.comm.size)
-        switches_s = []
-        for between in BETWEEN:
-            product, other, both = (
-                seconds_of(self.comm, self._run_of(host, OPTIONS), QUEUED, own_clock())
-                for host in switches(self.scale, mesh, between)
-            )
-            run_s = self.times["run", "run"][1]
-            switches_s.append((both - product - other + run_s) / (2 * TURNS))
-        return max(0.0, statistics.median(switches_s))
-
     def _run_of(
         self, program: HostProgram, options: Options, comm: Communicator | None = None
     ) -> Callable[[], object]:
@@ -306,7 +286,6 @@ class Measurements:
             launch_s=min((c.points[0][1] for c in works.values()), default=0.0),
             run_s=by["run"].get("run", {}).get(1, 0.0),
             posting_s=by["run"].get("posting", {}).get(1, 0.0),
-            switch_s=by["run"].get("switch", {}).get(1, 0.0),
             flops=_flops(by["products"]),
             links=links,
             works=works,

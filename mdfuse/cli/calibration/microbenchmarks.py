@@ -314,28 +314,6 @@ def _one_query(scale: Scale, mesh: DeviceMesh, length: int) -> Microbenchmark:
     return replace(subject, key=WorkKey(ONE_QUERY, dtype_name(dtype)), at=float(moved))
 
 
-#: Kinds of work that stand between products.
-BETWEEN = ("gelu", "softmax", "add", "layer_norm")
-
-
-def switches(scale: Scale, mesh: DeviceMesh, between: str) -> Iterator[HostProgram]:
-    """Yield products, other work as often, and both of them in turns: programs of as many each."""
-    m, n, dtype = scale.rows[len(scale.rows) // 2], scale.features[1], scale.dtypes[0]
-    for has_product, has_other in ((True, False), (False, True), (True, True)):
-        with FusionDefinition("switches") as fd:
-            x, w = (fd.define_tensor([size, n], dtype, mesh=mesh) for size in (m, n))
-            for _ in range(TURNS):
-                if has_product:
-                    fd.add_output(fd.ops.linear(x, w))
-                if has_other:
-                    fd.add_output(WORKS[between](fd, x, n))
-        yield repeated(compile(fd, OPTIONS).host, 1)
-
-
-#: How often products and other work take turns in a run.
-TURNS = 8
-
-
 #: Repetitions in the programs that show the fixed time of a run.
 CHAINS = 16, 32
 

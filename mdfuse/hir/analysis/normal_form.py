@@ -126,7 +126,7 @@ class Stretch(NamedTuple):
     length: int
 
 
-def stretches(codes: Sequence[Hashable], *, tried: int, window: int = 1) -> Iterator[Stretch]:
+def stretches(codes: Sequence[Hashable], *, tried: int) -> Iterator[Stretch]:
     """Yield the longest stretches of two periods or more, all of one period after each other.
 
     >>> [*stretches("xabcabcabcy", tried=1)]
@@ -135,16 +135,15 @@ def stretches(codes: Sequence[Hashable], *, tried: int, window: int = 1) -> Iter
     Args:
         codes: what stands for the elements of a sequence.
         tried: how many periods are tried, the most frequent distances between equal codes first.
-        window: how many codes in a row must be equal for a distance to count.
     """
     numbers = Numbers[Hashable]()
     known = [numbers[code] for code in codes]
-    last: dict[tuple[int, ...], int] = {}
+    last: dict[int, int] = {}
     distances: Counter[int] = Counter()
-    for at, run in enumerate(zip(*(known[n:] for n in range(window)), strict=False)):
-        if run in last:
-            distances[at - last[run]] += 1
-        last[run] = at
+    for at, code in enumerate(known):
+        if code in last:
+            distances[at - last[code]] += 1
+        last[code] = at
     for period, _ in distances.most_common(tried):
         start = 0
         for at, code in enumerate([*known[period:], -1]):

@@ -14,9 +14,8 @@ on the rank, are also compared with each other.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from mdfuse.errors import MdfuseError, ProgramError
 from mdfuse.extents.expressions import terms
@@ -31,7 +30,6 @@ from mdfuse.hir.verify.flow import Flow
 from mdfuse.hir.verify.loop_summary import FoldedProgram, folded
 from mdfuse.hir.verify.post_sizes import check_sizes
 from mdfuse.hir.verify.rank_equivalence import Ends, key_near, key_of, representatives
-from mdfuse.hir.verify.repeated_layers import Shortened, without_repeated
 from mdfuse.hir.verify.result_types import check_types
 from mdfuse.hir.verify.ring_matching import rotates, turns
 from mdfuse.hir.verify.structure import check_defined, check_structure
@@ -62,7 +60,7 @@ def verify(program: HostProgram | Mapping[int, HostProgram], in_full: bool = Fal
     elif program.rank is not None:
         _verify_written_out(_checked(program), program)
     else:
-        _verify_global(program, in_full)
+        _verify_whole(program, in_full)
 
 
 @once
@@ -98,31 +96,6 @@ def _how(program: HostProgram, in_full: bool) -> _How:
         return _How(in_full, is_turning, False, False)
     is_alike = is_turning or turns(program)
     return _How(in_full, is_turning, is_alike, not is_alike)
-
-
-def _verify_global(program: HostProgram, in_full: bool) -> None:
-    short = without_repeated(program) if not in_full else None
-    if short is not None and _is_of_ranks(short):
-        short = None
-    if not _accepts(short, lambda p: _verify_whole(p, in_full)):
-        _verify_whole(program, in_full)
-
-
-P = TypeVar("P", bound=HostProgram)
-
-
-def _accepts(short: P | None, check: Callable[[P], None]) -> bool:
-    """Return whether a shorter program, which represents a longer one, is right.
-
-    A refusal does not count: then the longer program is checked, and its error is raised.
-    """
-    if short is None:
-        return False
-    try:
-        check(short)
-    except MdfuseError:
-        return False
-    return True
 
 
 def _is_of_ranks(program: HostProgram) -> bool:
@@ -229,8 +202,13 @@ def _verify_looped(program: HostProgram, mine: HostProgram, how: _How) -> None:
 
     # the terms of each iteration meet only if its transfers do, which a summary cannot show
     may_fold = not how.in_full and (how.is_turning or not how.follows)
-    if not (may_fold and _accepts(folded(mine), check)):
-        check(written_out(mine))
+    short = folded(mine) if may_fold else None
+    if short is not None:
+        try:
+            return check(short)
+        except MdfuseError:
+            pass  # the longer program is checked, and its error is raised
+    check(written_out(mine))
 
 
 #: Instructions that may have an index expression, or take part of a buffer.
@@ -326,9 +304,8 @@ def _check_flow(local: HostProgram, program: HostProgram, follows: bool = False)
     updated = program.written_inputs.intersection(local.inputs)
     flow = Flow(local, updated, program.has_frees)
     if follows:
-        layers = program.layer_of if isinstance(program, Shortened) else {}
         repeated = local.repeated if isinstance(local, FoldedProgram) else frozenset()
-        flow.terms = Ledger(local, layers, repeated)
+        flow.terms = Ledger(local, repeated)
     flow.run()
 
 

@@ -27,7 +27,6 @@ from mdfuse.ir.ops import TABLE
 from mdfuse.layouts.boxes import Box, box_size, intersect
 from mdfuse.layouts.layout import IDEMPOTENT, Layout
 from mdfuse.mesh import DeviceMesh
-from mdfuse.names import base_name
 
 #: reduce op -> the op that joins two sets of terms; those of an average are joined by none.
 JOINS = {
@@ -46,7 +45,7 @@ _NONE = Terms("sum", 0)
 
 
 class Unclear(ProgramError):
-    """One iteration, or one layer, does not represent others: all have to be written out."""
+    """One iteration does not represent others: all have to be written out."""
 
 
 @dataclass
@@ -55,12 +54,10 @@ class HeldTerms:
 
     Attributes:
         program: straight-line, with its rank.
-        layers: name -> its layer, 0 or 1, the second of which represents all later ones.
         repeated: ids of the instructions that represent several iterations.
     """
 
     program: HostProgram
-    layers: Mapping[str, int] = field(default_factory=dict)
     repeated: frozenset[int] = frozenset()
     spaces: Mapping[DeviceMesh, Space] = field(init=False)
 
@@ -193,16 +190,11 @@ class HeldTerms:
         return next(iter(odd.values()), None)
 
     def check_alone(self, name: str, view: View, terms: Terms | None, i: Instruction) -> None:
-        """Raise Unclear where terms go from one layer to the next, or are read again and again."""
+        """Raise Unclear where iterations after the first read terms again."""
         if terms is None or self.is_usual(self.layout(name), terms):
             return
-        is_again = id(i) in self.repeated and not terms.is_spread and name not in i.outputs
-        if is_again or self.crosses_layers((view.storage.name, *i.outputs)):
-            raise Unclear(f"{i} reads terms that another iteration or layer left")
-
-    def crosses_layers(self, names: Iterable[str]) -> bool:
-        """Return whether names belong to several layers."""
-        return len({self.layers.get(base_name(n)) for n in names} - {None}) > 1
+        if id(i) in self.repeated and not terms.is_spread and name not in i.outputs:
+            raise Unclear(f"{i} reads terms that another iteration left")
 
     def joined(
         self, i: Instruction, held: Mapping[str, Terms | None], views: Mapping[str, View]

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import mdfuse as mf
 from mdfuse.cli.calibration import command, held_out, measuring, timed_samples
 from mdfuse.cli.calibration.command import calibrated
-from mdfuse.cli.calibration.microbenchmarks import TURNS, Microbenchmark
+from mdfuse.cli.calibration.microbenchmarks import Microbenchmark
 from mdfuse.cli.calibration.scales import CPU, Scale
 from mdfuse.cli.calibration.sending import beside, links, received, ways
 from mdfuse.cli.calibration.suite import subjects
@@ -193,7 +193,6 @@ def test_ranks_share_local_work_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "samples_of", lambda *args: [1.0])
     monkeypatch.setattr(measuring.Measurements, "_run_of", lambda *args: None)
     monkeypatch.setattr(measuring.Measurements, "_take_slows", lambda *args: None)
-    monkeypatch.setattr(measuring.Measurements, "_switch", lambda self: 0.0)
     for rank in (0, 1, 0):  # the first one once more, with what the other one says
         monkeypatch.setattr(comm, "rank", rank)
         found = measuring.Measurements(comm, TINY, lambda text: None, alone=by_itself(comm))
@@ -281,20 +280,6 @@ def test_symmetric_is_measured_where_no_backend_is_named(monkeypatch: pytest.Mon
     assert told == ["symmetric is left out: it is on another planet"]
     monkeypatch.setenv("MDFUSE_BACKEND", comm.backend)
     assert [*command.carriers(comm, told.append)] == [None] and len(told) == 1
-
-
-@pytest.mark.usefixtures("unjoined")
-def test_what_a_change_of_work_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock where a run takes 3, its work 16 or 8, and both of them 5, 6, 7 or 60 more."""
-    found = measuring.Measurements(mf.init(), TINY)
-    found.times["run", "run"] = {1: 3.0}
-    times = [x for more in (5.0, 60.0, 6.0, 7.0) for x in (3.0 + 16, 3.0 + 8, 3.0 + 24 + more)]
-    taken = iter(times)
-    monkeypatch.setattr(measuring.Measurements, "_run_of", lambda *args: None)
-    monkeypatch.setattr(measuring, "seconds_of", lambda comm, call, runs, *clock: next(taken))
-    assert found._switch() == pytest.approx(6.5 / (2 * TURNS))
-    taken = iter([19.0, 11.0, 20.0] * 4)
-    assert found._switch() == 0.0
 
 
 #: A table that nobody measured.

@@ -9,7 +9,7 @@ from helpers import sampling
 
 import mdfuse as mf
 from mdfuse import DeviceMesh
-from mdfuse.cli.calibration.microbenchmarks import BETWEEN, OPTIONS, TURNS, _sum_across, switches
+from mdfuse.cli.calibration.microbenchmarks import OPTIONS, _sum_across
 from mdfuse.cli.calibration.scales import CPU, GPU, Scale, blocks_of
 from mdfuse.cli.calibration.sending import Backends, Way, beside, ways
 from mdfuse.cli.calibration.suite import points, subjects
@@ -129,12 +129,3 @@ def test_a_product_stands_between_a_post_and_its_wait(way: Way) -> None:
     own = [] if way.kind == "SendRecv" else ["neg"]  # rank 0 has it there
     assert times > 1 and ops[0] == [*own, "linear"] * times
     assert ops[1] == [*own, "post", "linear", "wait"] * times
-
-
-@pytest.mark.parametrize("between", BETWEEN)
-def test_products_and_other_work_take_turns(between: str) -> None:
-    mesh = DeviceMesh.arange(x=1)
-    programs = [written_out(project(p, 0)) for p in switches(CPU, mesh, between)]
-    alone, other, both = ([i.fn for i in p.instructions if is_work(i)] for p in programs)
-    assert alone == ["linear"] * TURNS and other == [other[0]] * TURNS != alone
-    assert both == ["linear", other[0]] * TURNS
