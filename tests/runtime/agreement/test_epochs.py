@@ -9,16 +9,22 @@ import pytest
 from torch.distributed import HashStore
 
 from mdfuse.runtime.agreement import epochs
-from mdfuse.runtime.agreement.epochs import Electorate, Excluded, Heard, Pulse
+from mdfuse.runtime.agreement.epochs import Electorate, Excluded
 from mdfuse.runtime.membership import Member
+from mdfuse.runtime.watch.positions import Position
+from mdfuse.runtime.watch.pulse import Pulse
 
 FIRST, LATE, DEAD = MEMBERS = ((0, 0), (1, 0), (2, 0))
 SETTLE_S, PATIENCE_S = 0.4, 0.2
 
 
-def heard_of(member: Member) -> Heard:
+def position(beat: int) -> Position:
+    return Position(0, False, (), "train.py:12", beat=beat)
+
+
+def heard_of(member: Member) -> Position:
     """The last one told nothing since; the others tell a position each hundredth of a second."""
-    return Heard(7 if member == DEAD else int(time.monotonic() * 100), "train.py:12")
+    return position(7 if member == DEAD else int(time.monotonic() * 100))
 
 
 def agreed(longest_s: float | None, late_s: float) -> dict[Member, tuple[Member, ...] | str]:
@@ -71,7 +77,7 @@ def test_who_does_not_come_is_excluded(longest_s: float | None) -> None:
 
 def test_a_process_lives_while_it_tells_new_positions() -> None:
     now = [5]
-    pulse = Pulse(lambda _: Heard(now[0], ""), 0.1, 1.0)
+    pulse = Pulse[Member](lambda _: position(now[0]), 0.1)
     assert pulse.is_alive(LATE)  # nobody has listened for long yet
     time.sleep(0.12)
     assert not pulse.is_alive(LATE)
