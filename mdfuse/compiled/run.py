@@ -198,8 +198,6 @@ class Run(Iterator[tuple[int, Any]]):
         self._begin(what, begin, last)
 
     def _recover(self, what: Any, last: Path | None) -> None:
-        if last is not None and self.running is not None:
-            _inner(self.running).note_saved(last, _number(last) - self._first)
         self.running = recover(self.running, what, or_from=last)
         self._enter(self._first + _inner(self.running).version, last)
 
