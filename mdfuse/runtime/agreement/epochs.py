@@ -20,7 +20,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from mdfuse.errors import BackendError
@@ -84,6 +84,8 @@ class Electorate:
     newcomers: tuple[Member, ...] = ()
     settle_s: float
     pulse: Pulse[Member] | None = None
+    #: the keys of those that have come, which are asked for until then
+    _came: set[str] = field(default_factory=set)
 
     def agree(self, epoch: int) -> Membership:
         """Return the processes that go on, in this epoch or a later one.
@@ -154,7 +156,10 @@ class Electorate:
             )  # fmt: skip
 
     def _is_here(self, epoch: int, member: Member) -> bool:
-        return asked(self.store.check, [f"{epoch}/here/{_name(member)}"])
+        key = f"{epoch}/here/{_name(member)}"
+        if key not in self._came and asked(self.store.check, [key]):
+            self._came.add(key)
+        return key in self._came
 
     def _is_agreed(self, epoch: int, members: Sequence[Member]) -> bool:
         """Acknowledge a proposal; return whether all that it names have."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 
@@ -56,6 +57,21 @@ def agreed(longest_s: float | None, late_s: float) -> dict[Member, tuple[Member,
 def test_who_is_late_and_alive_is_waited_for() -> None:
     both = (FIRST, LATE)
     assert agreed(longest_s=30.0, late_s=3 * SETTLE_S) == {FIRST: both, LATE: both}
+
+
+def test_who_has_come_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the others are waited for: each rank looks fifty times a second."""
+    looks: list[str] = []
+
+    class Counted(HashStore):
+        def check(self, keys: list[str]) -> bool:
+            looks.extend(key for key in keys if "/here/" in key)
+            return super().check(keys)
+
+    monkeypatch.setattr(sys.modules[__name__], "HashStore", Counted)
+    agreed(longest_s=1.0, late_s=0.0)
+    counts = {member: looks.count(f"1/here/{member[0]}.0") for member in (FIRST, LATE)}
+    assert all(1 <= count <= 4 for count in counts.values()), counts
 
 
 def test_the_lowest_says_who_is_waited_for_and_where_it_is(
