@@ -182,7 +182,7 @@ class Holding(NamedTuple):
     last: int | None = None
 
 
-class Choice(NamedTuple):
+class RecoveredVersion(NamedTuple):
     """The decision of all ranks.
 
     Attributes:
@@ -205,7 +205,7 @@ def recovered(
     comm: Communicator,
     or_from: str | Path | None,
     options: Options | None,
-) -> tuple[dict[str, Tensor | None], Choice, Recovery | None]:
+) -> tuple[dict[str, Tensor | None], RecoveredVersion, Recovery | None]:
     """Return this rank's parts of a state in the layouts of a program, from ranks or files.
 
     All ranks call it together.
@@ -278,7 +278,7 @@ def _chosen(
     said: Sequence[str | None],
     comm: Communicator,
     or_from: str | Path | None,
-) -> Choice:
+) -> RecoveredVersion:
     """Return the newest version of which nothing is missing, or that a checkpoint completes.
 
     Where devices had posts ended, it is one that all of them had made: a post that one rank ends
@@ -310,15 +310,15 @@ def _chosen(
     for version in candidates:
         missing = missing_of(before(version), goal)
         if not missing:
-            return Choice(version, before(version), saved)
+            return RecoveredVersion(version, before(version), saved)
         lacking = missing if version == candidates[0] else lacking
     if or_from is None:
         raise _refusal(lacking, held)
     version = saved.get(os.path.realpath(files.as_path(or_from)), 0)
     if version in candidates and version in saved.values():
-        return Choice(version, before(version), saved)
+        return RecoveredVersion(version, before(version), saved)
     of_ranks = {name: x for name, x in before(version).items() if name in fixed}
-    return Choice(version, of_ranks, saved, [name for name in goal if name not in fixed])
+    return RecoveredVersion(version, of_ranks, saved, [name for name in goal if name not in fixed])
 
 
 def _refusal(lacking: Missing, held: Mapping[int, Collection[int]]) -> ProgramError:
@@ -350,7 +350,7 @@ def _numbers(before: Sequence[Member], now: Sequence[Member]) -> dict[int, int]:
     return numbers
 
 
-def _arguments(holding: Holding | None, choice: Choice) -> list[Tensor | None]:
+def _arguments(holding: Holding | None, choice: RecoveredVersion) -> list[Tensor | None]:
     """Return this rank's parts before, whole or not, in the order of the program's inputs."""
     if holding is None:
         return [None] * len(choice.before)

@@ -14,8 +14,8 @@ from mdfuse.compiled import states
 from mdfuse.compiled.background import Saver
 from mdfuse.compiled.program import Program
 from mdfuse.compiled.recovery import (
-    Choice,
     Holding,
+    RecoveredVersion,
     Recovery,
     members_of,
     recovered,
@@ -327,7 +327,7 @@ def recover(step: Any, program: Any, or_from: str | Path | None = None) -> Any:
 
 def moved(
     program: Program, names: Sequence[str], holding: Holding | None, or_from: str | Path | None
-) -> tuple[dict[str, Tensor | None], Choice, Recovery | None]:
+) -> tuple[dict[str, Tensor | None], RecoveredVersion, Recovery | None]:
     """Return this rank's parts of a state in the layouts of a program; see `recovered`."""
     options = program.options
     return recovered(holding, program.fusion, names, init(options), or_from, options)
@@ -336,7 +336,7 @@ def moved(
 def resumed(
     program: Program,
     state: Mapping[str, Tensor | None],
-    choice: Choice,
+    choice: RecoveredVersion,
     recovery: Recovery | None,
     is_double: bool,
 ) -> Step:
