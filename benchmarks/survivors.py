@@ -49,8 +49,14 @@ _JOB_S = 90.0
 #: What it may take until all others have an error, seconds: two looks, and the report.
 _FOUND_S = 5.0
 
+#: Backends that no death ends a wait of: the deadline does, and then there is the report.
+_BLIND = ("ucx",)
+
 #: What agreeing may take beyond the time that others are waited for, seconds.
 _REBUILD_S = 3.0
+
+#: What the next step may take from there on.
+_NEXT_S = 5.0
 
 #: How far losses may be from those of plain torch.
 _LOSS_ERROR = 1e-6
@@ -122,16 +128,15 @@ def _kill(plan: Plan) -> Iterator[Row]:
     plan.world["kill"] = moments
     went_on = [x for x in moments if x["went on"]]
     sizes = f"{len(went_on)} of {len(moments)} moments"
-    waited = 1e9 * (2 * max((x["gone_s"] for x in went_on), default=0.0) + _REBUILD_S)
     limits = {
-        "detection": (_FOUND_S * 1e9, f"{_FOUND_S:g} s"),
-        "rebuild": (waited, f"{waited / 1e9:g} s"),
-        "next step": (_REBUILD_S * 1e9, f"{_REBUILD_S:g} s"),
+        "detection": _FOUND_S + (plan.timeout_s if plan.backend in _BLIND else 0.0),
+        "rebuild": 2 * max((x["gone_s"] for x in went_on), default=0.0) + _REBUILD_S,
+        "next step": _NEXT_S,
     }
-    for name, (limit, words) in limits.items():
+    for name, limit in limits.items():
         times = {"ours": [x.get(name, _JOB_S) * 1e9 for x in moments]}
-        times["against"] = [limit] * len(moments)
-        yield plan.row(f"kill: {name}", sizes, times, words, 1.0)
+        times["against"] = [limit * 1e9] * len(moments)
+        yield plan.row(f"kill: {name}", sizes, times, f"{limit:g} s", 1.0)
     errors = [x["error"] for x in went_on] or [1.0]
     yield Row(
         name="kill: losses", sizes=f"{sizes}, steps lost: {[x['lost'] for x in went_on]}",

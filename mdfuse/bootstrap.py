@@ -42,14 +42,6 @@ class Launch:
         return self.local_size == self.size
 
     @property
-    def near(self) -> range:
-        """The ranks of this host, where each host has ranks that follow each other."""
-        if self.is_one_host:  # `local_rank` stays where ranks are numbered anew
-            return range(self.size)
-        first = self.rank - self.local_rank
-        return range(first, first + (self.local_size or 0))
-
-    @property
     def others(self) -> str:
         """The other ranks, in the words of errors."""
         return "the other rank" if self.size == 2 else f"the other {self.size - 1} ranks"

@@ -420,6 +420,10 @@ def test_survivors_beside_limits(tmp_path: Path) -> None:
     kill = {f"kill: {name}" for name in ("detection", "rebuild", "next step", "losses")}
     assert found.keys() == kill | {"idle: a run", "save: steps beside it"}
     assert all(min(row["rounds"]["ours"] + row["rounds"]["against"]) > 0 for row in stored["rows"])
+    limits = {
+        name: found[f"kill: {name}"]["rounds"]["against"] for name in ("detection", "next step")
+    }
+    assert limits == {"detection": [5e9], "next step": [5e9]}
     (moment,) = stored["world"]["kill"]
     assert moment["went on"] and moment["lost"] <= 1 and moment["left"] == [], moment
     assert moment["error"] < 1e-6

@@ -229,21 +229,3 @@ def test_gloo_uses_loopback_on_one_host_unless_told_otherwise() -> None:
         {"interface": "eth0"},
         {"interface": "eth1"},
     )
-
-
-@pytest.mark.parametrize(
-    ("rank", "local_rank", "size", "local_size", "near"),
-    [
-        (5, 1, 8, 4, range(4, 8)),
-        (6, 7, 7, 7, range(7)),  # after rank 0 of eight on one host was lost
-        (2, 5, 5, None, range(0)),
-        (2, 0, 5, 1, range(2, 3)),
-    ],
-)
-def test_ranks_of_a_host(
-    rank: int, local_rank: int, size: int, local_size: int | None, near: range
-) -> None:
-    launch = Launch(
-        name="torchrun", rank=rank, size=size, local_rank=local_rank, why="", local_size=local_size
-    )
-    assert [*launch.near] == [*near]

@@ -182,17 +182,19 @@ class Holding(NamedTuple):
     last: int | None = None
 
 
-class _Choice(NamedTuple):
+class RecoveredVersion(NamedTuple):
     """The decision of all ranks.
 
     Attributes:
         version: of the state that is recovered; 0 where it is read, and nobody knows which.
         before: the values that ranks send each other, as they lie.
+        saved: folder -> the version of the state that was saved there.
         read: the names of those that are read from a checkpoint.
     """
 
     version: int
     before: Values
+    saved: Mapping[str, int]
     read: Sequence[str] = ()
 
 
@@ -203,7 +205,7 @@ def recovered(
     comm: Communicator,
     or_from: str | Path | None,
     options: Options | None,
-) -> tuple[dict[str, Tensor | None], int, Recovery | None]:
+) -> tuple[dict[str, Tensor | None], RecoveredVersion, Recovery | None]:
     """Return this rank's parts of a state in the layouts of a program, from ranks or files.
 
     All ranks call it together.
@@ -217,7 +219,8 @@ def recovered(
         options: of the program that moves them.
 
     Returns:
-        the parts; its version; the program that moved it, None where all of it was read.
+        the parts; the choice of their version; the program that moved them, None where all were
+        read.
 
     Raises:
         ProgramError: boxes that nobody holds, or of other names, shapes or dtypes; on all ranks.
@@ -237,7 +240,7 @@ def recovered(
     if choice.read:
         read = {name: goal[name] for name in choice.read}
         parts |= do(partial(_read_all, read, comm, or_from))
-    return {name: parts[name] for name in goal}, choice.version, recovery
+    return {name: parts[name] for name in goal}, choice, recovery
 
 
 def _checked(holding: Holding | None, after: Fusion, names: Sequence[str]) -> Values:
@@ -275,7 +278,7 @@ def _chosen(
     said: Sequence[str | None],
     comm: Communicator,
     or_from: str | Path | None,
-) -> _Choice:
+) -> RecoveredVersion:
     """Return the newest version of which nothing is missing, or that a checkpoint completes.
 
     Where devices had posts ended, it is one that all of them had made: a post that one rank ends
@@ -307,15 +310,15 @@ def _chosen(
     for version in candidates:
         missing = missing_of(before(version), goal)
         if not missing:
-            return _Choice(version, before(version))
+            return RecoveredVersion(version, before(version), saved)
         lacking = missing if version == candidates[0] else lacking
     if or_from is None:
         raise _refusal(lacking, held)
     version = saved.get(os.path.realpath(files.as_path(or_from)), 0)
     if version in candidates and version in saved.values():
-        return _Choice(version, before(version))
+        return RecoveredVersion(version, before(version), saved)
     of_ranks = {name: x for name, x in before(version).items() if name in fixed}
-    return _Choice(version, of_ranks, [name for name in goal if name not in fixed])
+    return RecoveredVersion(version, of_ranks, saved, [name for name in goal if name not in fixed])
 
 
 def _refusal(lacking: Missing, held: Mapping[int, Collection[int]]) -> ProgramError:
@@ -347,7 +350,7 @@ def _numbers(before: Sequence[Member], now: Sequence[Member]) -> dict[int, int]:
     return numbers
 
 
-def _arguments(holding: Holding | None, choice: _Choice) -> list[Tensor | None]:
+def _arguments(holding: Holding | None, choice: RecoveredVersion) -> list[Tensor | None]:
     """Return this rank's parts before, whole or not, in the order of the program's inputs."""
     if holding is None:
         return [None] * len(choice.before)

@@ -174,12 +174,13 @@ class Run(Iterator[tuple[int, Any]]):
                 lost = another
 
     def _let_in(self) -> None:
-        """Go on with processes that wait to join."""
-        if len(self.comm.membership.members) < self._whole.size:
+        """Go on with processes that wait to join; they ask for others, too, once they are in."""
+        while len(self.comm.membership.members) < self._whole.size:
             before = self.comm
             self._comm = rebuild(join=True)
-            if self._comm is not before:
-                self._go_on()
+            if self._comm is before:
+                return
+            self._go_on()
 
     def _go_on(self) -> None:
         """Build the step for the ranks there are, with the newest state that they or files have."""
@@ -198,8 +199,6 @@ class Run(Iterator[tuple[int, Any]]):
         self._begin(what, begin, last)
 
     def _recover(self, what: Any, last: Path | None) -> None:
-        if last is not None and self.running is not None:
-            _inner(self.running).note_saved(last, _number(last) - self._first)
         self.running = recover(self.running, what, or_from=last)
         self._enter(self._first + _inner(self.running).version, last)
 

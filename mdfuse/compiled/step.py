@@ -13,7 +13,14 @@ from torch import Tensor
 from mdfuse.compiled import states
 from mdfuse.compiled.background import Saver
 from mdfuse.compiled.program import Program
-from mdfuse.compiled.recovery import Holding, Recovery, members_of, recovered, values_of
+from mdfuse.compiled.recovery import (
+    Holding,
+    RecoveredVersion,
+    Recovery,
+    members_of,
+    recovered,
+    values_of,
+)
 from mdfuse.compiled.step_parts import part_of_batch
 from mdfuse.compiled.versions import Versions
 from mdfuse.errors import ProgramError, counted
@@ -195,10 +202,6 @@ class Step:
             last=self._versions.last,
         )
 
-    def note_saved(self, folder: str | Path, version: int) -> None:
-        """Note which version of the state a checkpoint has, for `mdfuse.recover`."""
-        self._saved[os.path.realpath(folder)] = version
-
     # -- files -----------------------------------------------------------------------------------
 
     def save(
@@ -235,7 +238,7 @@ class Step:
         """
         given = {"folder": folder, "portable": portable, "wait": wait, "keep": keep}
         path = states.save(self.program, self.state, self._saver, given)
-        self._saved[os.path.realpath(path)] = self.version
+        self._note_saved(path)
         return path
 
     def saved(self) -> None:
@@ -266,6 +269,11 @@ class Step:
         """
         states.load(self.program, self.state, self._saver, folder, cast)
         self._versions.loaded()
+        self._note_saved(folder)
+
+    def _note_saved(self, folder: str | Path) -> None:
+        """Note that a checkpoint has this version of the state, for `mdfuse.recover`."""
+        self._saved[os.path.realpath(folder)] = self.version
 
 
 def recover(step: Any, program: Any, or_from: str | Path | None = None) -> Any:
@@ -313,13 +321,13 @@ def recover(step: Any, program: Any, or_from: str | Path | None = None) -> Any:
         )
     names = [n for n in program.fusion.inputs if n in {*program.fusion.reuse.values()}]
     holding = None if step is None else step.holding()
-    state, version, recovery = moved(program, names, holding, or_from)
-    return resumed(program, state, version, recovery, step is not None and step.is_double)
+    state, choice, recovery = moved(program, names, holding, or_from)
+    return resumed(program, state, choice, recovery, step is not None and step.is_double)
 
 
 def moved(
     program: Program, names: Sequence[str], holding: Holding | None, or_from: str | Path | None
-) -> tuple[dict[str, Tensor | None], int, Recovery | None]:
+) -> tuple[dict[str, Tensor | None], RecoveredVersion, Recovery | None]:
     """Return this rank's parts of a state in the layouts of a program; see `recovered`."""
     options = program.options
     return recovered(holding, program.fusion, names, init(options), or_from, options)
@@ -328,12 +336,12 @@ def moved(
 def resumed(
     program: Program,
     state: Mapping[str, Tensor | None],
-    version: int,
+    choice: RecoveredVersion,
     recovery: Recovery | None,
     is_double: bool,
 ) -> Step:
     """Return a step with a state that has runs behind it."""
     step = Step(program, state, double_buffer=is_double)
-    step.recovery = recovery
-    step._versions.resume(version)
+    step.recovery, step._saved = recovery, {**choice.saved}
+    step._versions.resume(choice.version)
     return step

@@ -307,9 +307,9 @@ class TrainingStep:
         program = self.compile(None if step is None else step.program.options)
         names = [n for n in program.fusion.inputs if n in {*self._state_names}]
         fixed = [n for n in self._weights if n not in names]
-        parts, version, recovery = moved(program, [*names, *fixed], holding, or_from)
+        parts, choice, recovery = moved(program, [*names, *fixed], holding, or_from)
         state = {name: parts[name] for name in names}
-        after = resumed(program, state, version, recovery, step is not None and step.is_double)
+        after = resumed(program, state, choice, recovery, step is not None and step.is_double)
         return RunningStep(after, {name: parts[name] for name in fixed}, self._weights, self)
 
     def shard(self, *batch: Any, rank: int) -> list[Any]:

@@ -11,6 +11,7 @@ limit of time: a late job waits for something that does not answer.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import threading
 import time
@@ -18,6 +19,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
+
+from mdfuse.errors import reason
+
+_log = logging.getLogger("mdfuse.comm")
 
 _IDLE = "mdfuse-idle"
 
@@ -41,9 +46,11 @@ class Job:
     _ended: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
-        """Run the function here."""
+        """Run the function here; its error is logged."""
         try:
             self.function()
+        except Exception as error:  # the thread goes on to other jobs
+            _log.warning("%s: %s", self.name, reason(error))
         finally:
             _running.discard(self)
             self._ended.set()

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -33,6 +34,7 @@ from mdfuse.config import (
     options_from_environment,
 )
 from mdfuse.errors import PACKAGE, BackendError, reason
+from mdfuse.interpreter.threads import Job, keep_ready, start
 from mdfuse.plan.artefacts import Artefacts, artefacts
 from mdfuse.plan.inductor import TracedGraph
 from mdfuse.plan.packed_graphs import packed, packed_settings
@@ -162,7 +164,7 @@ class _Pool:
     artefacts: Artefacts
     settings: bytes
     helpers: list[_Helper] = field(default_factory=list)
-    threads: list[threading.Thread] = field(default_factory=list)
+    threads: list[Job] = field(default_factory=list)
     jobs: list[HelperJob] = field(default_factory=list)
     is_used: bool = False
     is_ended: bool = False
@@ -173,8 +175,9 @@ class _Pool:
         """Start a process that forks helpers, each with a thread here that gives it jobs.
 
         Raises:
-            OSError: there can be no further process.
+            OSError, RuntimeError: there can be no further process, or thread.
         """
+        keep_ready(count)  # before there is a process that none serves
         pairs = [Pipe() for _ in range(count)]
         descriptors = [theirs.fileno() for _, theirs in pairs]
         command = [*_command(), ",".join(map(str, descriptors)), str(os.getpid())]
@@ -189,9 +192,7 @@ class _Pool:
                 theirs.close()
         self.helpers = [_Helper(server, ours) for ours, _ in pairs]
         for helper in self.helpers:
-            thread = threading.Thread(target=self._serve, args=(helper,), daemon=True)
-            self.threads.append(thread)
-            thread.start()
+            self.threads.append(start(partial(self._serve, helper), "mdfuse-helper"))
 
     def _serve(self, helper: _Helper) -> None:
         """Give a helper jobs, one after the other, until it ends or is not needed any more."""
@@ -324,7 +325,7 @@ def _start(most: int, chosen: int | None) -> None:
         if count := min(most, _paying() if chosen is None else chosen):
             pool = _Pool(folder, _settings())
             _POOLS[:] = [*(x for x in _POOLS if x.helpers), pool]
-            with suppress(OSError):  # this process compiles by itself
+            with suppress(OSError, RuntimeError):  # this process compiles by itself
                 pool.start(count)
 
 

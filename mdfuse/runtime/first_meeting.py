@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -108,7 +107,6 @@ def watch_for(launch: Launch, options: Options, environment: Mapping[str, str]) 
         host=None if is_kept_elsewhere else 0,
         reports=reports,
         neighbours=Neighbours(launch, environment),
-        near=launch.near if sys.platform == "linux" else (),
     )
 
 

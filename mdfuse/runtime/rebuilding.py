@@ -17,7 +17,7 @@ from mdfuse.errors import BackendError, ProgramError, shown
 from mdfuse.frontend.cache import FusionCache
 from mdfuse.interpreter.threads import keep_ready
 from mdfuse.runtime.agreement.abort_protocol import not_open
-from mdfuse.runtime.agreement.epochs import Electorate, Excluded, Heard, Pulse, asked
+from mdfuse.runtime.agreement.epochs import Electorate, Excluded, asked
 from mdfuse.runtime.communicator import Communicator, follow, init, live, opened
 from mdfuse.runtime.first_meeting import Door, watch_for
 from mdfuse.runtime.membership import Member, Membership, why_no_survivors
@@ -25,8 +25,8 @@ from mdfuse.runtime.null_world import NULL
 from mdfuse.runtime.opening import AT_EXIT, loaded
 from mdfuse.runtime.stores import open_store
 from mdfuse.runtime.watch.hang_report import ranks_text
-from mdfuse.runtime.watch.positions import Position
 from mdfuse.runtime.watch.process import end_process
+from mdfuse.runtime.watch.pulse import Pulse
 from mdfuse.torch_private import PrefixStore, Store
 
 _log = logging.getLogger("mdfuse.comm")
@@ -126,12 +126,13 @@ def _agreed(
     epoch: int | None = None,
 ) -> Communicator:
     """Agree with the others on who goes on, and return their communicator."""
-    door, watch, before, pulse = comm.door, comm.watch, comm.membership, None
+    door, watch, before = comm.door, comm.watch, comm.membership
     assert door is not None
+    pulse: Pulse[Member] | None = None
     if settle_s is None:  # a process that is slow, since its host is busy, is not lost
         rank_of = {member: rank for rank, member in enumerate(before.members)}
         pulse = Pulse(
-            lambda member: _heard(watch.position_of(rank_of[member])),
+            lambda member: watch.position_of(rank_of[member]),
             watch.patience_s,
             door.options.timeout_s,
         )
@@ -146,11 +147,6 @@ def _agreed(
     new = _entered(door, electorate, before.epoch + 1 if epoch is None else epoch, comm)
     _log.info("rank %d of before is rank %d of %d", comm.rank, new.rank, new.size)
     return new
-
-
-def _heard(at: Position | None) -> Heard | None:
-    """Return the word of a process that lives."""
-    return None if at is None else Heard(at.beat, at.doing or at.host or "no line of Python")
 
 
 def _entered(

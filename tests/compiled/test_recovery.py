@@ -194,6 +194,24 @@ def test_boxes_that_nobody_holds_are_read(tmp_path: Path) -> None:
     assert after.version == 1 and after.recovery is None
 
 
+@pytest.mark.parametrize("begins", ["saved", "loaded"])
+def test_a_checkpoint_is_of_the_same_version_in_each_recovery(begins: str, tmp_path: Path) -> None:
+    """A loop that asks for the version would else count from 0 again, on a state of later steps."""
+    step = mf.Step(program(), {"w": drawn(4)})
+    step(torch.ones(4))
+    step.save(tmp_path / "one", portable=True)
+    saved = step.state["w"].clone()
+    if begins == "loaded":
+        step = mf.Step(program(), {"w": drawn(4)})
+        step(torch.ones(4))
+        step.load(tmp_path / "one")
+    for _ in range(3):
+        step(torch.ones(4))
+        step._versions.is_whole = False
+        step = mf.recover(step, program(), or_from=tmp_path / "one")
+        assert torch.equal(step.state["w"], saved) and step.version == 1
+
+
 def test_wrong_uses_are_refused(tmp_path: Path) -> None:
     step = mf.Step(program(), {"w": torch.zeros(4)})
     with pytest.raises(mf.ProgramError, match=r"%w is f32 \[5\], and was f32 \[4\]"):

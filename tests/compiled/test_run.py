@@ -245,23 +245,32 @@ def test_losses_are_those_without_a_death(draw: int, kind: str, tmp_path: Path) 
     assert of_any == wanted, when
 
 
-def test_a_new_process_joins(tmp_path: Path) -> None:
-    """Before the next step of the others, with the state that they have."""
-    case = Case()
+@pytest.mark.parametrize("lost", [(1,), (1, 2)])
+def test_new_processes_join(lost: tuple[int, ...], tmp_path: Path) -> None:
+    """Before the next step of the others, with the state that they have; also one by one."""
+    case, train = Case(), Case.train
     case.warm()
 
     def act(rank: int, place: int) -> None:
-        case.train(None, {1: (3, 0.0)}, waits=True)
+        train(case, None, dict.fromkeys(lost, (3, 0.0)), waits=True)
 
     forked = Forked(RANKS, act, tmp_path, MDFUSE_TIMEOUT_S="30")
-    assert forked.wait(60, 1) == {1: -signal.SIGKILL}
-    forked.begin_again(1)
-    assert forked.wait(120) == dict.fromkeys(range(RANKS), 0), forked.said(1, 1)
-    joined, _ = said_losses(forked.said(1, 1))
+    assert forked.wait(60, *lost) == dict.fromkeys(lost, -signal.SIGKILL)
+    until = time.monotonic() + 60
+    for rank in lost:
+        forked.begin_again(rank)
+        said = tmp_path / f"{rank}.1"
+        while rank != lost[-1] and not (said.exists() and said_losses(said.read_text())[0]):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+    assert forked.wait(120) == dict.fromkeys(range(RANKS), 0), forked.said(lost[0], 1)
     losses, sizes = said_losses(forked.said(0))
     check(losses)
-    assert joined and joined.items() <= losses.items()
-    assert sizes[STEPS] == RANKS and min(joined) >= 3
+    for n, rank in enumerate(lost, 1):
+        joined, of_joined = said_losses(forked.said(rank, 1))
+        assert joined and joined.items() <= losses.items() and min(joined) >= 3
+        assert of_joined[min(joined)] == RANKS - len(lost) + n
+    assert sizes[STEPS] == RANKS
 
 
 def test_one_agent_of_torchrun_for_each_rank(tmp_path: Path) -> None:

@@ -33,6 +33,21 @@ def test_a_thread_serves_one_job_after_another() -> None:
     assert len({job.thread for job in jobs}) == 1
 
 
+def test_an_error_of_a_job_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Python would write a traceback to stderr, and end the thread."""
+    threads._idle.clear()
+    keep_ready(1)
+
+    def fail() -> None:
+        raise ValueError("no device\nwith details")
+
+    job = start(fail, "mdfuse-abort of rank 3")
+    assert job.join(60) and job.thread.is_alive()
+    while not threads._idle:
+        time.sleep(0.001)
+    assert caplog.messages == ["mdfuse-abort of rank 3: ValueError: no device"]
+
+
 def test_as_many_stand_ready_as_asked_for() -> None:
     keep_ready(3)
     before = len(threads._idle)

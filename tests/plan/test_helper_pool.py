@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +23,7 @@ from torch import Tensor
 import mdfuse as mf
 from mdfuse import Options
 from mdfuse.frontend.cache import FusionCache
+from mdfuse.interpreter import threads
 from mdfuse.plan import compilation, helper_pool, helper_process, inductor
 from mdfuse.plan.artefacts import Artefacts
 from mdfuse.plan.packed_graphs import assume_packed, packed, packed_settings, unpacked
@@ -113,8 +116,7 @@ def ended() -> None:
     helper_pool.end()
     for pool in pools:
         for thread in pool.threads:
-            thread.join(60)
-            assert not thread.is_alive()
+            assert thread.join(60)
         assert not pool.helpers and not pool.jobs
 
 
@@ -294,6 +296,24 @@ def test_no_helpers(compiler: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"{UNITS} found in files\n" in said()
     monkeypatch.setenv("MDFUSE_HELPERS", "1")
     monkeypatch.setattr(inductor, "folder", lambda: None)  # as where torch's caches are off
+    assert f"{UNITS} compiled\n" in said()
+
+
+def test_there_are_no_helpers_where_python_starts_no_thread(
+    compiler: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a limit of processes is reached; no process is left that nobody serves."""
+
+    def started(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a process was started")
+
+    def full(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("subprocess.Popen", started)
+    monkeypatch.setenv("MDFUSE_HELPERS", "2")
+    monkeypatch.setattr(threads, "_idle", deque())
+    monkeypatch.setattr(threading.Thread, "start", full)
     assert f"{UNITS} compiled\n" in said()
 
 

@@ -14,7 +14,7 @@ from mdfuse.backends.c10d.c10d_posts import Team, build_post, prepared, prepared
 from mdfuse.backends.c10d.group_openers import LIBRARIES
 from mdfuse.backends.c10d.sockets import Sockets, opened, shut_down
 from mdfuse.backends.nccl.cuda_driver import CudaDevice
-from mdfuse.backends.nccl.lane import ABORT_S, LaneOpener, NcclLane, begun
+from mdfuse.backends.nccl.lane import ABORT_S, LaneOpener, NcclLane
 from mdfuse.backends.post_notes import Track
 from mdfuse.backends.teams import new_teams, not_connected, team_key
 from mdfuse.backends.transfers import Post
@@ -92,7 +92,8 @@ class C10dBackend:
             for lane in [*self._lanes.values()]:  # the program may make a team meanwhile
                 lane.release()
             for team in [*self._teams.values()]:
-                self._ending.append(begun(team.group.abort, self.rank))
+                name = f"mdfuse-abort of rank {self.rank}"
+                self._ending.append(threads.start(team.group.abort, name))
             self._teams.clear()
 
     def track(self, stream: int) -> Track | None:

@@ -234,7 +234,8 @@ class NcclLane:
         self.noter.forget(self.failure)
         comm = self._take()
         if comm is not None:
-            self._ending = begun(lambda: self.binding.comm_abort(comm), self.rank)
+            abort = partial(self.binding.comm_abort, comm)
+            self._ending = threads.start(abort, f"mdfuse-abort of rank {self.rank}")
 
     def close(self) -> None:
         """Destroy the communicator; a second close does nothing.
@@ -365,25 +366,9 @@ class _Finished:
         return self._number >= number
 
 
-def begun(work: Callable[[], object], rank: int) -> threads.Job:
-    """Begin `work`, which ends a communicator, in a thread; its error is logged.
-
-    Raises:
-        RuntimeError: Python exits, and all threads are stuck.
-    """
-
-    def run() -> None:
-        try:
-            work()
-        except Exception as error:
-            _log.warning("rank %d: closing a communicator: %s", rank, first_line(error))
-
-    return threads.start(run, "mdfuse-close")
-
-
 def _is_done_within(seconds: float, work: Callable[[], object], rank: int) -> bool:
     """Run `work` in a thread; return whether it ended in time, else leave the thread behind."""
     try:
-        return begun(work, rank).join(seconds)
+        return threads.start(work, f"mdfuse-close of rank {rank}").join(seconds)
     except RuntimeError:  # Python exits, and all threads are stuck
         return False

@@ -21,13 +21,13 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import inf
-from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from mdfuse.errors import BackendError
 from mdfuse.interpreter.threads import within
 from mdfuse.runtime.deadline import NEVER, Deadline
 from mdfuse.runtime.membership import Member, Membership
+from mdfuse.runtime.watch.pulse import Pulse
 
 if TYPE_CHECKING:
     from mdfuse.torch_private import Store
@@ -65,51 +65,6 @@ class Excluded(Exception):
         self.epoch, self.members = epoch, tuple(members)
 
 
-class Heard(NamedTuple):
-    """The last word of a process.
-
-    Attributes:
-        beat: the number of times it has told its position.
-        at: the position, in words.
-    """
-
-    beat: int
-    at: str
-
-
-@dataclass(eq=False)
-class Pulse:
-    """Tells which processes live: their watchdogs tell their positions again and again.
-
-    Attributes:
-        heard_of: returns the last word of a process; None: it left, or is unknown.
-        patience_s: for how long a process that lives may tell nothing.
-        longest_s: how long those that live, but do not come, are waited for beyond `settle_s`.
-    """
-
-    heard_of: Callable[[Member], Heard | None]
-    patience_s: float
-    longest_s: float
-    #: process -> its last word, when it was new, and when it was last asked for
-    _known: dict[Member, tuple[Heard | None, float, float]] = field(default_factory=dict)
-
-    def is_alive(self, member: Member) -> bool:
-        """Return whether a process has told a new position in the last `patience_s`."""
-        now = time.monotonic()
-        heard, since, asked_at = self._known.get(member, (None, now, -inf))
-        if now - asked_at > self.patience_s / 20:
-            new = self.heard_of(member)
-            is_new = (new and new.beat) != (heard and heard.beat)
-            heard, since = new, now if is_new else since
-            self._known[member] = heard, since, time.monotonic()
-        return heard is not None and now - since < self.patience_s
-
-    def at(self, member: Member) -> str:
-        """Return the position of a process that lives, in words."""
-        heard = self._known[member][0]
-        return "" if heard is None else heard.at
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Electorate:
     """The processes that may agree, as each of them knows them.
@@ -128,7 +83,9 @@ class Electorate:
     before: tuple[Member, ...]
     newcomers: tuple[Member, ...] = ()
     settle_s: float
-    pulse: Pulse | None = None
+    pulse: Pulse[Member] | None = None
+    #: the keys of those that have come, which are asked for until then
+    _came: set[str] = field(default_factory=set)
 
     def agree(self, epoch: int) -> Membership:
         """Return the processes that go on, in this epoch or a later one.
@@ -199,7 +156,10 @@ class Electorate:
             )  # fmt: skip
 
     def _is_here(self, epoch: int, member: Member) -> bool:
-        return asked(self.store.check, [f"{epoch}/here/{_name(member)}"])
+        key = f"{epoch}/here/{_name(member)}"
+        if key not in self._came and asked(self.store.check, [key]):
+            self._came.add(key)
+        return key in self._came
 
     def _is_agreed(self, epoch: int, members: Sequence[Member]) -> bool:
         """Acknowledge a proposal; return whether all that it names have."""

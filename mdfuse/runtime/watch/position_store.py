@@ -9,19 +9,25 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from mdfuse.interpreter.processes import Process, this_process
 from mdfuse.interpreter.threads import within
 from mdfuse.runtime.deadline import NEVER, Deadline
 from mdfuse.runtime.watch.positions import Position
+from mdfuse.runtime.watch.pulse import Pulse
 
 if TYPE_CHECKING:
     from mdfuse.torch_private import Store
 
+T = TypeVar("T")
 
 #: The word of a rank that ends posts of its device.
 _ENDING = "ending"
+
+#: The words on a rank in a meeting, and those on the meeting; the first one stays.
+_NOTED, _MISSED = "noted", "missed"
+_MET, _LATE = "met", "late"
 
 
 @dataclass(slots=True)
@@ -53,7 +59,7 @@ class Bulletin:
             waits would block the watchdog.
         rank: this rank.
         beat_s: seconds between two positions of a rank.
-        near: the ranks of this host, as far as is known.
+        size: how many ranks there are.
         is_lost: the connection broke: another request would only make torch log it again.
         is_broken: a rank said that a communication broke.
         is_ending: a rank is about to end the posts of its device.
@@ -65,15 +71,17 @@ class Bulletin:
     store: Store
     rank: int
     beat_s: float
-    near: Sequence[int] = ()
+    size: int = 0
     is_lost: bool = False
     is_broken: bool = False
     is_ending: bool = False
     heard: str = ""
     gone: set[int] = field(default_factory=set)
     has_come: bool = False
-    #: rank -> its process; None: it is not seen from here
-    _processes: dict[int, Process | None] = field(default_factory=dict)
+    #: this process, and others of this host, by rank; all have told theirs
+    _here: Process | None = None
+    _near: dict[int, Process] = field(default_factory=dict)
+    _are_all_known: bool = False
     _beat: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     #: thread -> the start of its pending request to the store, by the monotonic clock
@@ -84,9 +92,8 @@ class Bulletin:
         if self.is_lost:  # and another thread may wait for it, and hold the lock
             return
         with self._lock:  # two threads write; beats must be in order
-            if self.near and self._beat == 0:
-                with suppress(OSError):
-                    self._set(f"process/{self.rank}", json.dumps(asdict(this_process())))
+            if self._beat == 0:
+                self._introduce()
             self._beat += 1
             stamped = replace(position, beat=self._beat, time=time.time())
             self._set(f"at/{self.rank}", stamped.encode())
@@ -99,44 +106,49 @@ class Bulletin:
         if not self.heard:
             self.heard = self._get("alarm") or ""
 
+    def _introduce(self) -> None:
+        """Tell the other processes of this host which one this is."""
+        with suppress(OSError):  # /proc does not show it
+            self._here = process = this_process()
+            place = self._add(f"host/{process.host}", 1)
+            self._set(f"host/{process.host}/{place}", json.dumps([self.rank, asdict(process)]))
+        self._add("told", 1)
+
     def look_around(self) -> None:
         """See which processes of this host have ended without a word."""
-        for rank in self.near:
-            if rank == self.rank or rank in self.gone:
-                continue
-            process = self._process_of(rank)
-            if process is not None and process.has_ended():
-                at = self._read(rank)
-                if at is not None and not at.ended:
-                    self.gone.add(rank)
+        if self._here is not None and not self._are_all_known:
+            self._are_all_known = self._look_for(f"host/{self._here.host}")
+        for rank in [r for r, process in self._near.items() if process.has_ended()]:
+            at = None if rank in self.gone else self._read(rank)
+            if at is not None and not at.ended:
+                self.gone.add(rank)
 
-    def _process_of(self, rank: int) -> Process | None:
-        """Return the process of a rank, where this one sees it."""
-        if rank not in self._processes:
-            text = self._get(f"process/{rank}")
-            if text is None:
-                return None
-            process = Process(**json.loads(text))
-            with suppress(OSError):
-                self._processes[rank] = process if process.host == this_process().host else None
-        return self._processes.get(rank)
+    def _look_for(self, host: str) -> bool:
+        """Read which processes this host has; return whether all ranks have told theirs."""
+        are_all_there = self._add("told", 0) == self.size
+        for place in range(len(self._near) + 1, (self._add(host, 0) or 0) + 1):
+            text = self._get(f"{host}/{place}")
+            if text is None:  # it is just being written
+                return False
+            rank, process = json.loads(text)
+            self._near[rank] = Process(**process)
+        return are_all_there
 
     def break_off(self) -> None:
         """Tell the others that a communication broke, so that they wait for this rank no more."""
-        self._set("broken", _ENDING if self.is_ending else "")
+        self._settle("broken", _ENDING if self.is_ending else "")
 
     def come(self) -> None:
         """Tell the others that this rank has noted its results, and waits for no new ones."""
         if not self.has_come:
-            self._set(f"noted/{self.rank}", "")
-            was_missed = self._get(f"missed/{self.rank}") is not None
-            self.has_come = not was_missed and not self.is_lost
+            self.has_come = self._settle(f"word/{self.rank}", _NOTED) == _NOTED
 
     def meet(self, ranks: Iterable[int], limit: Deadline) -> bool:
         """Come, and wait until each rank has come or has told nothing new for the time of `gather`.
 
         A rank that told nothing new, or whose process has ended, is missed: it hears so once it
-        comes. One that was silent for a report only is waited for: it may be busy.
+        comes. One that was silent for a report only is waited for: it may be busy. The first rank
+        that meets convenes the others: it alone looks for them. Where it dies, another one does.
 
         Args:
             ranks: all, with this one.
@@ -145,39 +157,44 @@ class Bulletin:
         Returns:
             False: it took too long, or the store is lost.
         """
-        have_come = [False]
+        words = [""]
 
         def ask() -> None:
             self.is_ending = True
             self.break_off()
             self.come()
-            have_come.append(self._all_came(ranks, limit))
+            words.append(self._convened([*ranks], limit))
 
-        return within(limit.left() + 0.5, ask) and have_come[-1]
+        return within(limit.left() + 0.5, ask) and words[-1] == _MET
 
-    def _all_came(self, ranks: Iterable[int], limit: Deadline) -> bool:
-        waiting, heard = [*ranks], dict[int, tuple[int, float]]()
-        while waiting := [rank for rank in waiting if self._may_come(rank, heard)]:
+    def _convened(self, ranks: Sequence[int], limit: Deadline) -> str:
+        """Return the word on the meeting, from who convenes it: this rank, where no other does."""
+        pulse, term = Pulse(self.position_of, self._patience_s), 0
+        while (word := self._get("meeting")) is None and limit.left():
+            convener = self._settle(f"convener/{term}", f"{self.rank}")
+            if convener == f"{self.rank}":
+                return self._convene(ranks, pulse, limit)
+            if convener is None:
+                break
+            if self._lives(int(convener), pulse):
+                time.sleep(limit.left(self.beat_s / 5))
+            else:
+                term += 1
+        return word or _LATE
+
+    def _convene(self, ranks: Sequence[int], pulse: Pulse[int], limit: Deadline) -> str:
+        """Wait until there is a word on each rank; return that on the meeting."""
+        words = [f"word/{rank}" for rank in ranks]
+        while not self._ask(lambda: self.store.check(words)):
             if self.is_lost or not limit.left():
-                return False
-            self.break_off()  # one that broke off at the same time may have written otherwise
+                return self._settle("meeting", _LATE) or _LATE
+            for rank in [r for r in ranks if not self._lives(r, pulse)]:
+                self._settle(f"word/{rank}", _MISSED)
             time.sleep(limit.left(self.beat_s / 5))
-        return not self.is_lost
+        return self._settle("meeting", _MET) or _LATE
 
-    def _may_come(self, rank: int, heard: dict[int, tuple[int, float]]) -> bool:
-        """Return whether a rank has not come, and still tells its position."""
-        if self._get(f"noted/{rank}") is not None:
-            return False
-        at = self._read(rank)
-        if at is not None and at.ended:
-            return False
-        beat, since = heard.get(rank, (-1, 0.0))
-        if at is not None and at.beat != beat:
-            heard[rank] = beat, since = at.beat, time.monotonic()
-        if rank not in self.gone and time.monotonic() - since < self._patience_s:
-            return True
-        self._set(f"missed/{rank}", "")
-        return False
+    def _lives(self, rank: int, pulse: Pulse[int]) -> bool:
+        return rank not in self.gone and pulse.is_alive(rank)
 
     def alarm(self, text: str) -> None:
         """Leave an alarm for ranks that fail once this rank is gone."""
@@ -271,13 +288,20 @@ class Bulletin:
     def _set(self, key: str, text: str) -> None:
         self._ask(lambda: self.store.set(key, text))
 
+    def _add(self, key: str, count: int) -> int | None:
+        return self._ask(lambda: self.store.add(key, count))
+
+    def _settle(self, key: str, text: str) -> str | None:
+        """Write a text, unless there is one; return the one that stays."""
+        return self._ask(lambda: self.store.compare_set(key, "", text).decode())
+
     def _get(self, key: str) -> str | None:
         def get() -> str | None:
             return self.store.get(key).decode() if self.store.check([key]) else None
 
         return self._ask(get)
 
-    def _ask(self, question: Callable[[], str | None]) -> str | None:
+    def _ask(self, question: Callable[[], T]) -> T | None:
         """Return the store's answer; after a failure the store counts as lost, and answers None."""
         if self.is_lost:
             return None

@@ -80,7 +80,6 @@ class Watch:
         host: the rank whose process keeps the store; None: another process does.
         reports: the folder of reports; None: there is none.
         neighbours: shows other ranks of this host as long as there is no store.
-        near: the ranks of this host.
     """
 
     def __init__(
@@ -98,7 +97,6 @@ class Watch:
         host: int | None = None,
         reports: Path | None = None,
         neighbours: Neighbours | None = None,
-        near: Sequence[int] = (),
     ) -> None:
         self.ring = Ring(size, clock)
         #: the handle of a stream -> the track of replays on it
@@ -109,9 +107,10 @@ class Watch:
         self._timeout = timeout_s
         self._tick = min(1.0, timeout_s / 10)
         self._beat = max(self._tick, ranks / 1000)  # at most 1,000 ranks a second
-        self._near = near
-        self._bulletin = Bulletin(store, rank, self._beat, near) if store else None
         self._world = tuple(range(ranks))
+        self._bulletin: Bulletin | None = None
+        if store is not None:
+            self.connect(store)
         self._host = host
         self._folder = reports
         self._neighbours = neighbours
@@ -201,7 +200,7 @@ class Watch:
 
     def connect(self, store: Store) -> None:
         """Let the ranks exchange their positions in this store from now on."""
-        self._bulletin = Bulletin(store, self._rank, self._beat, self._near)
+        self._bulletin = Bulletin(store, self._rank, self._beat, len(self._world))
 
     def position_of(self, rank: int) -> Position | None:
         """Return the last position that a rank told; None: it left, or nothing is known."""

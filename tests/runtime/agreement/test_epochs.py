@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 
@@ -9,16 +10,22 @@ import pytest
 from torch.distributed import HashStore
 
 from mdfuse.runtime.agreement import epochs
-from mdfuse.runtime.agreement.epochs import Electorate, Excluded, Heard, Pulse
+from mdfuse.runtime.agreement.epochs import Electorate, Excluded
 from mdfuse.runtime.membership import Member
+from mdfuse.runtime.watch.positions import Position
+from mdfuse.runtime.watch.pulse import Pulse
 
 FIRST, LATE, DEAD = MEMBERS = ((0, 0), (1, 0), (2, 0))
 SETTLE_S, PATIENCE_S = 0.4, 0.2
 
 
-def heard_of(member: Member) -> Heard:
+def position(beat: int) -> Position:
+    return Position(0, False, (), "train.py:12", beat=beat)
+
+
+def heard_of(member: Member) -> Position:
     """The last one told nothing since; the others tell a position each hundredth of a second."""
-    return Heard(7 if member == DEAD else int(time.monotonic() * 100), "train.py:12")
+    return position(7 if member == DEAD else int(time.monotonic() * 100))
 
 
 def agreed(longest_s: float | None, late_s: float) -> dict[Member, tuple[Member, ...] | str]:
@@ -52,6 +59,21 @@ def test_who_is_late_and_alive_is_waited_for() -> None:
     assert agreed(longest_s=30.0, late_s=3 * SETTLE_S) == {FIRST: both, LATE: both}
 
 
+def test_who_has_come_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the others are waited for: each rank looks fifty times a second."""
+    looks: list[str] = []
+
+    class Counted(HashStore):
+        def check(self, keys: list[str]) -> bool:
+            looks.extend(key for key in keys if "/here/" in key)
+            return super().check(keys)
+
+    monkeypatch.setattr(sys.modules[__name__], "HashStore", Counted)
+    agreed(longest_s=1.0, late_s=0.0)
+    counts = {member: looks.count(f"1/here/{member[0]}.0") for member in (FIRST, LATE)}
+    assert all(1 <= count <= 4 for count in counts.values()), counts
+
+
 def test_the_lowest_says_who_is_waited_for_and_where_it_is(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -71,7 +93,7 @@ def test_who_does_not_come_is_excluded(longest_s: float | None) -> None:
 
 def test_a_process_lives_while_it_tells_new_positions() -> None:
     now = [5]
-    pulse = Pulse(lambda _: Heard(now[0], ""), 0.1, 1.0)
+    pulse = Pulse[Member](lambda _: position(now[0]), 0.1)
     assert pulse.is_alive(LATE)  # nobody has listened for long yet
     time.sleep(0.12)
     assert not pulse.is_alive(LATE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -11,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -326,8 +325,9 @@ class Another:
         assert status is not None
         other = replace(here, pid=self.process.pid, began=status[processes._BEGAN])
         self.bulletin = bulletin_module.Bulletin(store, rank, 1.0)
-        self.bulletin.tell(self.at(rank))
-        store.set(f"process/{rank}", json.dumps(asdict(other)))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(bulletin_module, "this_process", lambda: other)
+            self.bulletin.tell(self.at(rank))
 
     @staticmethod
     def at(rank: int, ended: str = "") -> Position:
@@ -342,7 +342,7 @@ class Another:
 def test_a_process_that_ends_without_a_word_is_seen_at_once(last: str) -> None:
     """Long before a post is overdue; one that said that it leaves is left to the deadline."""
     store = HashStore()
-    rank = Rank(0, store, ranks=3, near=range(3))
+    rank = Rank(0, store, ranks=3)
     other = Another(store, 2)
     rank.post()
     for _ in range(3):
@@ -367,7 +367,7 @@ def test_a_process_that_cannot_be_seen_is_left_to_the_deadline(
 ) -> None:
     """/proc shows less in some containers; positions are told all the same."""
     store = HashStore()
-    rank = Rank(0, store, ranks=3, near=range(3))
+    rank = Rank(0, store, ranks=3)
     other = Another(store, 2)
 
     def hidden(pid: int) -> None:
@@ -377,7 +377,7 @@ def test_a_process_that_cannot_be_seen_is_left_to_the_deadline(
     rank.post()
     rank.look()
     assert rank.watch._bulletin is not None and rank.watch._bulletin._read(0) is not None
-    assert not store.check(["process/0"])
+    assert store.add("told", 0) == 2 and rank.watch._bulletin._near == {}
     other.end()
     rank.look(3)
     assert not rank.statuses and not rank.watch._bulletin.gone
@@ -387,27 +387,38 @@ def test_a_process_that_cannot_be_seen_is_left_to_the_deadline(
         processes.this_process()
 
 
-def test_processes_of_other_hosts_are_asked_for_once() -> None:
+def test_processes_of_a_host_find_each_other_and_ask_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In whatever order ranks have hosts, without a word from their launcher."""
     asked: list[str] = []
 
     class Counted(HashStore):
-        def check(self, keys: list[str]) -> bool:
-            asked.extend(keys)
-            return super().check(keys)
+        def add(self, key: str, count: int) -> int:
+            asked.append(key)
+            return super().add(key, count)
 
-    store = Counted()
-    rank = Rank(0, store, ranks=3, near=range(3))
-    here = processes.this_process()
-    store.set("process/1", json.dumps(asdict(replace(here, host="another"))))
-    for _ in range(4):
-        rank.look()
-    assert asked.count("process/1") == 1, "it is none of this host"
-    assert asked.count("process/2") == 4, "it has not come yet"
+    store, here = Counted(), processes.this_process()
+    hosts = ["one", "two", "one", "two", "one"]
+    ranks = [Rank(n, store, ranks=5) for n in range(5)]
+    for rank, host in zip(ranks, hosts, strict=True):
+        other = replace(here, host=host)
+        monkeypatch.setattr(bulletin_module, "this_process", lambda other=other: other)
+        rank.watch.tell()
+    for rank in ranks:
+        rank.watch.tell()
+    asked.clear()
+    for rank, host in zip(ranks, hosts, strict=True):
+        rank.watch.tell()
+        assert rank.watch._bulletin is not None
+        near = {n for n, other in enumerate(hosts) if other == host}
+        assert {*rank.watch._bulletin._near} == near
+    assert asked == []
 
 
 def test_a_rank_of_another_team_is_not_missed() -> None:
     store = HashStore()
-    rank = Rank(0, store, ranks=4, near=range(4))
+    rank = Rank(0, store, ranks=4)
     other = Another(store, 3)
     rank.post()  # with ranks 0, 1, 2
     other.end()
@@ -599,14 +610,16 @@ def test_a_store_that_has_not_answered_for_long_is_asked_no_more(
     told.start()
     is_asked.wait()
     late = time.monotonic() + 60
-    monkeypatch.setattr(bulletin_module, "time", SimpleNamespace(monotonic=lambda: late))
+    monkeypatch.setattr(
+        bulletin_module, "time", SimpleNamespace(monotonic=lambda: late, time=time.time)
+    )
     rank.post()
     rank.watch.look()
     rank.clock.now += 6
     rank.watch.look()
     assert rank.statuses == [EXIT_STATUS]
     assert "the store does not answer: nothing is known of other ranks" in rank.texts[0]
-    assert asked == ["set"]
+    assert asked == ["add"]
     may_answer.set()
     told.join()
 
