@@ -364,3 +364,30 @@ def test_rows_keys_and_masks_in_zigzag_order_and_not(
     check_everywhere(program, [*tensors, seen], wants)
     is_moved = places[0] != places[2]
     assert ("resharded to the rows of its query: %mask" in program.explain()) == is_moved
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2])
+@pytest.mark.parametrize("shared", [4, 2, 1])
+@pytest.mark.parametrize("axes", [{"cp": 2}, {"cp": 2, "tp": 2}], ids=str)
+def test_few_rows_beside_repeated_heads_and_padding(
+    rows: int, shared: int, axes: dict[str, int]
+) -> None:
+    """One row, or none, stays split where heads are repeated: keys travel, as of many rows."""
+    mesh, split = DeviceMesh.arange(**axes), {"cp": Shard(2)}
+    sizes = [2, 4, rows, 8], [2, shared, rows, 8], [2, shared, rows, 8]
+    with mf.FusionDefinition("few") as fd:
+        q, *keys = (fd.define_tensor(n, torch.float64, mesh, split) for n in sizes)
+        padding = fd.define_tensor([2, rows], torch.int64, mesh, {"cp": Shard(1)})
+        many = (2, shared, 4 // shared, rows, 8)
+        k, v = (x[:, :, None].expand(*many).reshape(2, 4, rows, 8) for x in keys)
+        y, _ = mf.ops.attention(q, k, v, (padding > 0)[:, None, None, :])
+        for x in (y, *mf.grad((y * y).sum(), [q, *keys])):
+            fd.add_output(x)
+    tensors = [drawn(*n, seed=at).double() for at, n in enumerate(sizes)]
+    here = torch.tensor([[1, 0], [1, 1]])[:, :rows]
+    a, b, c = leaves = [x.clone().requires_grad_() for x in tensors]
+    b, c = (x.repeat_interleave(4 // shared, 1) for x in (b, c))
+    hidden = (here == 0)[:, None, None, :]
+    want = (a @ b.mT / 8**0.5).masked_fill(hidden, -torch.inf).softmax(-1) @ c
+    wants = [want.detach(), *torch.autograd.grad((want * want).sum(), leaves)]
+    check_everywhere(mf.compile(fd, RING), [*tensors, here], wants)
