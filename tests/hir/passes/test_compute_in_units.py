@@ -103,7 +103,7 @@ NORMED = f"""host @one on mesh(x=1) {{
 def test_the_largest_norms_are_computed_where_they_are_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of another result of their unit, which is in memory till then; smaller ones stay."""
+    """They follow from another result of their unit, which is there till then; small ones stay."""
     assert parse(NORMED) == check(NORMED)
     monkeypatch.setattr(compute_in_units, "ROWS", 0)
     after = check(NORMED)
