@@ -163,7 +163,7 @@ def attend_grad(
     placed = (rows, q_offset), (keys, k_offset)
     seen = _tiles(saved[:3], seen_by, is_causal, window, *placed)
     dq, dk, dv = _grad_of_tiles(seen, saved, seen_by, scale)
-    return dq.to(q.dtype), dk.to(q.dtype), dv[..., : v.shape[-1]].to(q.dtype)
+    return dq.to(q.dtype), dk.to(q.dtype), _cut(dv, (0, v.shape[-1]), -1).to(q.dtype)
 
 
 def _with_rows(
