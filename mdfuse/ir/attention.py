@@ -139,13 +139,16 @@ def attend_grad(
 
     Args:
         q, k, v, hides: as `attend` took them.
-        out, sums: what it gave, of all keys: also where others of them are on other ranks.
+        out, sums: what it gave, of all keys: also where others of them are on other ranks. In the
+            place of `out` may stand sum(out ct) of each row, less the cotangent of its sum.
         ct: the cotangent of `out`.
         is_causal, scale, enable_gqa, window, q_offset, k_offset, rows, keys: as `attend` took them.
     """
     seen_by = _check((q, k, v), hides, is_causal, enable_gqa, window)
     shapes.attention_grad([*map(_shape, (q, k, v, out, sums, ct))], {"enable_gqa": enable_gqa})
-    if not out.dtype == ct.dtype == q.dtype or sums.dtype != wide_of(q.dtype):
+    has_both = out.ndim == sums.ndim
+    wanted = wide_of(q.dtype) if has_both else q.dtype, q.dtype, wide_of(q.dtype)
+    if (out.dtype, ct.dtype, sums.dtype) != wanted:
         raise TypeError(
             f"out, its cotangent and the sums are {out.dtype}, {ct.dtype}, {sums.dtype}"
         )
@@ -154,8 +157,47 @@ def attend_grad(
         return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     # the powers of a row that is hidden entirely are 0 whatever their sum is
     sums = sums.masked_fill(sums == -math.inf, 0)
-    seen = _tiles((q, k, v), seen_by, is_causal, window, (rows, q_offset), (keys, k_offset))
-    saved = q, k, v, out, sums, ct
+    saved: Sequence[Tensor] = (q, k, v, out, sums, ct)
+    if has_both:
+        saved = _with_rows(*saved)
+    placed = (rows, q_offset), (keys, k_offset)
+    seen = _tiles(saved[:3], seen_by, is_causal, window, *placed)
+    dq, dk, dv = _grad_of_tiles(seen, saved, seen_by, scale)
+    return dq.to(q.dtype), dk.to(q.dtype), _cut(dv, (0, v.shape[-1]), -1).to(q.dtype)
+
+
+def _with_rows(
+    q: Tensor, k: Tensor, v: Tensor, weighed: Tensor, sums: Tensor, ct: Tensor
+) -> tuple[Tensor, ...]:
+    """Return operands with rows `out` of which sum(out ct) is `weighed`.
+
+    Gradients read `out` for that alone. A cotangent that is tiny beside its number, or 0, gets
+    numbers too small to change a gradient; those of f16 are too few for it, and become f32.
+    """
+    dtype = torch.float32 if q.dtype == torch.float16 else q.dtype
+    few = 1 if not ct.shape[-1] else 0  # without features there is no sum
+    v, ct = (torch.nn.functional.pad(x, (0, few)) for x in (v, ct))
+    tiny = weighed.abs().unsqueeze(-1) * _TINY[weighed.dtype]
+    ct = ct.to(weighed.dtype)
+    top = ct.abs().amax(-1, keepdim=True)
+    ct = torch.where(top < tiny, tiny, ct)
+    top = torch.maximum(top, tiny)
+    part = ct / top.masked_fill(top == 0, 1)
+    square = (part * part).sum(-1, keepdim=True) * top
+    out = part * (weighed.unsqueeze(-1) / square.masked_fill(square == 0, 1))
+    q, k, v, out, ct = (x.to(dtype) for x in (q, k, v, out, ct))
+    return q, k, v, out, sums, ct
+
+
+#: dtype of sums -> how much less than the number of a row its cotangent may be.
+_TINY = {torch.float32: 2.0**-40, torch.float64: 2.0**-90}
+
+
+def _grad_of_tiles(
+    seen: Sequence[Tile], saved: Sequence[Tensor], seen_by: Sequence[Tensor], scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Add up what tiles mean for q, k and v; see `_grad_of_tile`."""
+    q, k, v, *_ = saved
     if len(seen) == 1 and seen[0].shape == (q.shape[-2], k.shape[-2]):
         return _grad_of_tile(seen[0], saved, seen_by, scale)
     runs = [t.rows for t in seen], [t.keys for t in seen]

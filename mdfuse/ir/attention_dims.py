@@ -107,11 +107,12 @@ def attention_grad(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> D
     of = attended(given, (*result[:-1], 0), attrs)
     (q, k, v, *hides), (out, sums) = of.operands, of.results
     k, v, *hides = _with_keys(k, v, hides, given)
-    rows = sums[-1]
+    rows, given_out = sums[-1], shapes[3]
     assert rows is not None
+    first = sums if given_out is not None and len(given_out) == len(sums) else out
     return replace(
         of,
-        operands=(q, k, v, out, sums, out, *hides)[: len(shapes)],
+        operands=(q, k, v, first, sums, out, *hides)[: len(shapes)],
         results=(q, k, v),
         reduces={rows: "sum", _KEYS: "sum"},
         reaches={},

@@ -61,9 +61,10 @@ def attend_grad_in_parts(
     grads = [x.new_zeros((*x.shape[:-2], stop - start, x.shape[-1])) for x in (q, k, v)]
     for i, a in enumerate(range(start, stop, chunk)[:parts] if q.device.type != "meta" else ()):
         b, low = min(a + chunk, stop), max(a - halo, first)
-        of_q, of_out, of_ct = (x.narrow(-2, a - start, b - a) for x in (q, out, ct))
+        of_q, of_out, of_sums, of_ct = (
+            x.narrow(sums.ndim - 1, a - start, b - a) for x in (q, out, sums, ct)
+        )
         of_k, of_v = (x.narrow(-2, low - first, b - low) for x in (k, v))
-        of_sums = sums.narrow(-1, a - start, b - a)
         placed: dict[str, Any] = {"rows": ((a, b),), "keys": ((low, b),), **how}
         dq, *others = attend_grad(of_q, of_k, of_v, of_out, of_sums, of_ct, **placed)
         grads[0].narrow(-2, a - start, b - a).copy_(dq)
@@ -93,7 +94,8 @@ def grad_labels(shapes: Shapes, result: Shape, attrs: Attrs) -> DimMap:
     def fits(label: int, sizes: tuple[int, ...]) -> bool:
         return _is_part(sizes, attrs["chunk"], q[-2]) if label == rows else of.fits(label, sizes)
 
-    given = of_q, of_k, of_v, out, sums, out
+    first = sums if shapes[3] is not None and len(shapes[3]) == len(sums) else out
+    given = of_q, of_k, of_v, first, sums, out
     return replace(of, operands=given, results=(*before, of_q, of_k, of_v), fits=fits)
 
 

@@ -307,7 +307,8 @@ def likeness(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
 def reshape(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
     """Label a reshape: in each of its `reshape_groups`, only the outermost dim may be split.
 
-    Dims of extent 1 do not count. The split must have the same boundaries before and after.
+    The split must have the same boundaries before and after. Dims of extent 1 do not count, but
+    stay split where there are such dims before and after: ranks that have no row keep none.
     """
     shape = shapes[0] or ()
     before: list[int | None] = [None] * len(shape)
@@ -324,11 +325,25 @@ def reshape(shapes: Shapes, result: Shape, attrs: Mapping[str, Any]) -> DimMap:
             math.prod(result[d] for d in new if d > j),
         )
         inner[i] = (shape[i], inside[0], result[j], inside[1])
+    units = _units(result)
+    for at, dims in _units(shape).items():
+        for i, j in zip(reversed(dims), reversed(units.get(at, ())), strict=False):
+            before[i] = after[j] = i
+            inner[i] = (1, 1, 1, 1)
 
     def fits(label: int, sizes: tuple[int, ...]) -> bool:
         return fall_together(*inner[label], sizes)
 
     return DimMap(operands=(tuple(before),), results=(tuple(after),), fits=fits)
+
+
+def _units(shape: Shape) -> dict[int, list[int]]:
+    """Return the product of the extents before -> the dims of extent 1 there."""
+    units: dict[int, list[int]] = {}
+    for d, n in enumerate(shape):
+        if n == 1:
+            units.setdefault(math.prod(shape[:d]), []).append(d)
+    return units
 
 
 def fall_together(n: int, n_inner: int, m: int, m_inner: int, sizes: tuple[int, ...]) -> bool:
@@ -358,7 +373,11 @@ def reshape_groups(shape: Shape, result: Shape) -> list[tuple[list[int], list[in
             (d for d, (a, b) in enumerate(zip(shape, result, strict=False)) if a != b),
             min(len(shape), len(result)),
         )
-        return [([d], [d]) for d in range(common)]
+        pairs = enumerate(zip(reversed(shape[common:]), reversed(result[common:]), strict=False))
+        same = next((n for n, (a, b) in pairs if a != b), len(shape) - common)
+        ends = range(-min(same, len(result) - common), 0)
+        behind = [([len(shape) + d], [len(result) + d]) for d in ends]
+        return [*(([d], [d]) for d in range(common)), *behind]
     groups: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(shape) and j < len(result):

@@ -274,8 +274,8 @@ def test_attention_of_grouped_heads(heads: tuple[int, int], how: str, is_again: 
         first = [y, lse, *grad((y * y).sum() + lse.sin().sum(), xs)]
         if not is_again:
             return first
-        y, _ = attend(*xs, *more, **given)
-        inner = grad((y * y).sum(), xs[:3])
+        y, lse = attend(*xs, *more, **given)
+        inner = grad((y * y).sum() + lse.sin().sum(), xs[:3])
         return [*first, *grad(sum((g * g).sum() for g in inner), xs)]
 
     leaves = [x.clone().requires_grad_() for x in xs]

@@ -23,11 +23,15 @@ def _attention(e: Applied, cts: Sequence[Any]) -> Sequence[Handle | None]:
     The recorder has already replaced attention without sums by the op that returns them.
     """
     ct, of_sums = cts
-    if of_sums is None and not (e.count > 3 and e.wants(3)):
+    if not (e.count > 3 and e.wants(3)):
         mask = [e[3]] if e.count > 3 else []
-        operands = (e[0], e[1], e[2], *e.results, ct, *mask)
-        recorded = record_several("attention_grad", *operands, **e.attrs)
-        return (*recorded, *(None for _ in mask))
+        out, sums = e.results
+        given = creations.zeros_like(out) if ct is None else ct
+        if of_sums is not None:
+            out = reductions.sum(in_f32(given) * in_f32(out), -1) - of_sums
+        operands = (e[0], e[1], e[2], out, sums, given, *mask)
+        of_q, of_k, of_v = record_several("attention_grad", *operands, **e.attrs)
+        return (of_q, of_k, None if ct is None else of_v, *(None for _ in mask))
     p, q, value, d_scores = _weights(e, 3, e.results[1]), e[0], None, None
     if ct is not None:
         d_scores = _through(p, in_f32(product(ct, views.transpose(_per_head(e, e[2])))))
@@ -48,6 +52,7 @@ def _attention_grad(e: Applied, cts: Sequence[Any]) -> Sequence[Handle | None]:
 
     Let M be the cotangent of dS = P (dP - D), D = sum(P dP) over a row, and N that of P through dv.
     The cotangent of dP is P (M - R), R = sum(P M) over a row; that of P is M (dP - D) - R dP + N.
+    Where D is given, the terms of R are its cotangent instead.
     """
     wide = [in_f32(x) for x in (e[0], e[1], e[2])]
     given = [in_f32(x) if x is not None else z * 0.0 for x, z in zip(cts, wide, strict=True)]
@@ -55,17 +60,20 @@ def _attention_grad(e: Applied, cts: Sequence[Any]) -> Sequence[Handle | None]:
     wct, scale = in_f32(e[5]), _scale(e)
     p = _weights(e, 6, e[4])
     dp = product(wct, views.transpose(wv))
-    ds = _through(p, dp)
+    has_both = e[3].ndim == e[4].ndim
+    given_d = views.unsqueeze(e[3], -1) if has_both else reductions.sum(p * dp, -1, True)
+    centred = dp - given_d
+    ds = p * centred
     m = (product(a, views.transpose(wk)) + product(wq, views.transpose(b))) * scale
     row = reductions.sum(p * m, -1, True)
-    to_dp = p * (m - row)
-    centred = dp - reductions.sum(p * dp, -1, True)
-    to_s = _through(p, m * centred - dp * row + product(wct, views.transpose(c)))
+    to_dp = p * (m if has_both else m - row)
+    to_p = m * centred + product(wct, views.transpose(c))
+    to_s = _through(p, to_p if has_both else to_p - dp * row)
     return (
         (product(ds, b) + product(to_s, wk)) * scale,
         _joined(e, product(views.transpose(ds), a) + product(views.transpose(to_s), wq)) * scale,
         _joined(e, product(views.transpose(to_dp), wct)),
-        None,
+        -views.squeeze(row, -1) if has_both else None,
         None,
         product(to_dp, wv) + product(p, c),
         *(to_s for _ in range(e.count - 6)),

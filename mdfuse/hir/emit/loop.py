@@ -91,7 +91,8 @@ class Loop:
                 f"%{value} is computed in chunks in zigzag order, and read as a whole",
                 where=self.fusion.where(value),
                 because="such a chunk has two runs of rows, which do not lie side by side",
-                hint="chunks one after the other, Stream(dim, chunks)",
+                hint="chunks one after the other, Stream(dim, chunks); or of a ring of attention: "
+                'Options(context="gather"), or one layout of positions for all that it reads',
             )
         self.allocate(value)
         return self.read(value, self.stream(value))

@@ -1,4 +1,4 @@
-"""Compute large values that follow, element by element, from others in each unit that reads them.
+"""Compute large values that follow from others at little cost in each unit that reads them.
 
     launch f(%g, %u, %t) -> %s, %dw {               launch f(%g, %u, %t) -> %dw {
       %s = silu(%g)                                   %s = silu(%g)
@@ -11,22 +11,26 @@
     }                                                 ...
 
 Between the units %s is not in memory then. The operands must be there till then anyway, and those
-that a unit does not read yet be no more bytes than the value.
+that a unit does not read yet be no more bytes than the value. All large values of element-wise work
+are computed so; of norms of rows, and of others in another order, the largest are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from mdfuse.config import Options
 from mdfuse.hir.analysis.dataflow import Dataflow, dataflow, pinned
-from mdfuse.hir.instructions import is_elementwise, is_work
-from mdfuse.hir.passes.large_values import has_large, is_large, nbytes
+from mdfuse.hir.instructions import is_elementwise, is_work, may_share
+from mdfuse.hir.passes.large_values import NORMS, has_large, is_large, nbytes
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
 from mdfuse.ir.graph import fresh_name
 
 name = "compute_in_units"
+
+#: Bytes of the smallest value that is computed again where that is a pass over memory of its own.
+ROWS = 256 << 20
 
 
 def run(program: HostProgram, options: Options) -> HostProgram:
@@ -68,13 +72,16 @@ class _Units:
 
     def move(self, n: int, x: str) -> None:
         """Let the readers of a result of a unit compute it, if that takes no more memory."""
-        chain = _chain(self.code[n], x) if x not in self.pinned else []
-        if not chain or not self.flow.is_own(x) or not is_large(self.program, x):
+        if x in self.pinned or not self.flow.is_own(x) or not is_large(self.program, x):
             return
         readers = self.flow.readers(x)
         if not readers or any(self.code[r].op != "launch" for r in readers):
             return
-        if self.flow.results(x) != [n] or not self.are_there(chain, n, readers):
+        of_rows, others = nbytes(self.program, x) >= ROWS, {*self.code[n].outputs} - {x}
+        chains = [_chain(self.code[n], x, of_rows, ends) for ends in (set[str](), others)]
+        there = (chain for chain in chains if chain and self.are_there(chain, n, readers))
+        chain = next(there, None)
+        if chain is None or self.flow.results(x) != [n]:
             return
         self.changed.update((n, *readers))
         self.code[n] = _of_body(self.code[n], self.code[n].body, {x})
@@ -107,32 +114,44 @@ class _Units:
             memory = self.flow.memory(x)
             places = [at for at, _ in self.flow.touches[memory]]
             is_alive = memory in self.pinned or self.flow.last_use(x) >= last
-            if not is_alive or any(self.writes(at, memory) for at in places if n <= at <= last):
+            first = n + (x in self.code[n].outputs)
+            if not is_alive or any(self.writes(at, memory) for at in places if first <= at <= last):
                 return False
-        size = nbytes(self.program, chain[-1].outputs[0])
+        size, large = nbytes(self.program, chain[-1].outputs[0]), filter(self.is_large, operands)
+        sizes = {x: nbytes(self.program, x) for x in large}
         return all(
-            sum([nbytes(self.program, x) for x in operands if x not in self.code[r].reads]) <= size
-            for r in readers
+            sum([sizes[x] for x in sizes if x not in self.code[r].reads]) <= size for r in readers
         )
+
+    def is_large(self, x: str) -> bool:
+        return is_large(self.program, x)
 
     def writes(self, at: int, memory: str) -> bool:
         return memory in self.flow.effects(self.flow.code[at]).writes
 
 
-def _chain(unit: Instruction, x: str) -> list[Instruction]:
-    """Return what computes a result element by element from operands of its unit; else nothing."""
+def _chain(unit: Instruction, x: str, of_rows: bool, ends: Set[str]) -> list[Instruction]:
+    """Return what computes a result at little cost from operands of its unit; else nothing.
+
+    Args:
+        unit: whose result it is.
+        x: the result.
+        of_rows: whether norms and views are of little cost, not element-wise work alone.
+        ends: other results of the unit, which are operands, too.
+    """
     chain, needed = list[Instruction](), {x}
     for i in reversed(unit.body):
-        if needed.isdisjoint(i.outputs):
+        if ends >= needed.intersection(i.outputs):
             continue
-        is_plain = is_elementwise(i) and i.order is None and len(i.outputs) == 1 and i.reads
-        if not is_plain or not needed.isdisjoint(unit.inputs):
+        is_cheap = is_elementwise(i) or (of_rows and (may_share(i) or i.fn in NORMS))
+        is_plain = is_cheap and i.order is None and len(i.outputs) == 1 and i.reads
+        if not is_plain or i.outputs[0] in unit.inputs:
             return []
         needed.update(i.reads)
         chain.append(i)
     results = {y for i in unit.body for y in i.outputs}
     computed = {y for i in chain for y in i.outputs}
-    return chain[::-1] if needed & results <= computed else []
+    return chain[::-1] if needed & results <= computed | ends else []
 
 
 def _of_body(

@@ -20,6 +20,9 @@ from mdfuse.hir.program import BufferType, HostProgram, Instruction
 #: Bytes from which on passes look at the life of a value: others are little of a program's memory.
 LEAST = 16 << 20
 
+#: Norms of rows, whose operands are of their size.
+NORMS = ("layer_norm", "rms_norm")
+
 #: Bytes of the widest element.
 _WIDEST = torch.complex128.itemsize
 

@@ -9,8 +9,8 @@
     }                                               ...
 
 What dies in the unit is then the memory of what is computed of it element by element: the next
-pass, `write_over_operands`, says so. Only where nothing but products and views is left: a compiler
-calls a library for these in any case, so that there are as many kernels as before.
+pass, `write_over_operands`, says so. Only where nothing but products, norms and views is left: they
+have kernels of their own in any case, so that there are as many kernels as before.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from mdfuse.hir.analysis.dataflow import dataflow, pinned, with_code
 from mdfuse.hir.instructions import is_elementwise, is_library, is_work, may_share
 from mdfuse.hir.passes.cut_units import is_plain, part_of
 from mdfuse.hir.passes.large_values import (
+    NORMS,
     has_large,
     is_large,
     lies_as_planned,
@@ -77,7 +78,7 @@ def _parted(unit: Instruction) -> Sequence[tuple[Instruction, ...]] | None:
     for i in unit.body:
         if is_elementwise(i) and i.order is None:
             inside.append(i)
-        elif is_library(i) or (may_share(i) and i.order is None):
+        elif is_library(i) or i.fn in NORMS or (may_share(i) and i.order is None):
             others.append(i)
         else:
             return None

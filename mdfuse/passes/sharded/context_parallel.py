@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from mdfuse.errors import LayoutError
-from mdfuse.ir.graph import Expr, Fusion
+from mdfuse.ir.graph import Expr, Fusion, Value
 from mdfuse.layouts.layout import Layout
 from mdfuse.passes.propagate_layouts import anew
 from mdfuse.passes.rewriting import Maker, Rule, rewritten
@@ -84,21 +84,20 @@ _NEEDS = {
 
 @dataclass
 class _Heads:
-    """The copies of an attention's operands by heads, and its results; lives inside `run`."""
+    """The copies of an attention's operands and results by heads; lives inside `run`."""
 
     split: SplitAttention
     masks: Masks
     copies: dict[str, str] = field(default_factory=dict)
-    results: tuple[str, ...] = ()
 
     def copy(self, maker: Maker, by: Expr, x: str, like: str) -> str:
         """Return a copy of a value with all positions of the heads that a rank computes."""
         if x not in self.copies:
             source = x
-            if self.shares(maker, x) and like in self.split.operands[1:]:
+            if like in self.split.operands[1:] and self.shares(maker, x):
                 source = self._repeated(maker, by, x)
             copy = maker.op(by, "set", source)
-            at = self.split.over_heads(like)
+            at = _of_dims(self.split.over_heads(like), maker.values[x])
             maker.values[copy] = replace(maker.values[copy], layout=at, is_law=True)
             self.copies[x] = copy
         return self.copies[x]
@@ -141,6 +140,11 @@ class _Heads:
         expr = replace(by, op="sum", inputs=(opened,), outputs=(old,))
         maker.exprs.append(replace(expr, attrs=(("dims", (len(groups) - 1,)),)))
         maker.values[old] = replace(maker.values[old], layout=None, is_law=False, like=None)
+
+
+def _of_dims(layout: Layout, value: Value) -> Layout:
+    """Return a layout of a query for a value like it, or for numbers of its rows."""
+    return layout.with_dims({d: d for d in range(len(value.shape))})
 
 
 def _placed(maker: Maker, by: Expr, x: str, to: str, layout: Layout) -> None:
@@ -199,19 +203,17 @@ def _forward(maker: Maker, by: Expr, heads: _Heads) -> None:
     q, k, v = heads.split.operands
     moved = tuple(heads.copy(maker, by, x, x) for x in (q, k, v))
     mask = heads.mask(maker, by)
-    heads.results = _by_heads(maker, by, (*moved, *mask), heads.split.is_shared)
-    for x, old in zip(heads.results, by.outputs, strict=True):
-        layout = heads.split.rows
-        if old != by.outputs[0]:  # the sums, without the dim of features
-            layout = layout.with_dims({d: d for d in range(len(maker.values[old].shape))})
+    results = _by_heads(maker, by, (*moved, *mask), heads.split.is_shared)
+    heads.copies.update(zip(by.outputs, results, strict=True))
+    for x, old in zip(results, by.outputs, strict=True):
+        layout = _of_dims(heads.split.rows, maker.values[old])
         heads.back(maker, by, x, old, layout, joins=False)
 
 
 def _backward(maker: Maker, by: Expr, heads: _Heads) -> None:
-    given, (*_, cotangent) = by.inputs[:3], by.inputs[:6]
     query, *_ = operands = heads.split.operands
-    moved = [heads.copy(maker, by, str(x), y) for x, y in zip(given, operands, strict=True)]
-    moved += [*heads.results, heads.copy(maker, by, str(cotangent), query)]
+    likes = zip(by.reads, (*operands, query, query, query), strict=False)
+    moved = [heads.copy(maker, by, x, like) for x, like in likes]
     layouts = [heads.split.fusion.layout(x) for x in operands]
     moved += heads.mask(maker, by)
     results = _by_heads(maker, by, (*moved,), heads.split.is_shared)

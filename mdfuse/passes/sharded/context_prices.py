@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from mdfuse.extents.extent import is_symbolic
 from mdfuse.ir.visible import Run, tiles
-from mdfuse.layouts.layout import Layout
+from mdfuse.layouts.layout import Layout, Shard
 from mdfuse.passes.prices import received_bytes
 from mdfuse.passes.sharded import attention_masks
 from mdfuse.passes.sharded.split_attention import HEADS, ROWS, SplitAttention
@@ -118,8 +118,19 @@ def line(split: SplitAttention, form: str, known: Sequence[Price], is_asked: boo
         seen = f"{max(_pairs(split)):,} pairs of a head on a rank"
         text += "; of its documents are at most" if split.mask is None else _HIDDEN
         text += f" {seen}"
+    moved = [x for x, at in attention_masks.received(split, split.rows) if _is_moved(split, x, at)]
+    if moved:
+        text += f"; resharded to the rows of its query: {', '.join(f'%{x}' for x in moved)}"
     each = (f"{p.form} {p.received:,.0f} bytes and {p.share:.2f} of a fair share" for p in known)
     return text + (f"; to the busiest rank: {', '.join(each)}" if known else "")
+
+
+def _is_moved(split: SplitAttention, x: str, to: Layout) -> bool:
+    """Return whether one of the axes splits a value, and in another way than a layout does."""
+    pairs = [(split.fusion.layout(x).placement(a), to.placement(a)) for a in split.axes]
+    return any(
+        isinstance(old, Shard) and isinstance(new, Shard) and old != new for old, new in pairs
+    )
 
 
 def _times(split: SplitAttention) -> int:

@@ -23,7 +23,7 @@ from mdfuse.ir.graph import Expr, Fusion, Value, fresh_name
 from mdfuse.layouts.layout import Layout, Partial, Replicate, Shard
 from mdfuse.layouts.stream import Stream
 from mdfuse.passes.rewriting import Maker, Rule
-from mdfuse.passes.sharded.attention_masks import BACKWARD, Masks
+from mdfuse.passes.sharded.attention_masks import BACKWARD, FORWARD, Masks
 from mdfuse.passes.sharded.split_attention import HEADS, ROWS, SplitAttention
 from mdfuse.passes.strategy import choose
 
@@ -43,9 +43,6 @@ def because(split: SplitAttention) -> str:
     at = {layout.placement(axis) for layout in places}
     if at - {Shard(split.dim(ROWS)), Shard(split.dim(ROWS), zigzag=True)} or len(at) > 1:
         return f"{axis} does not split the positions of keys and values alike"
-    out, is_apart = split.fusion.layout(split.expr.outputs[0]), _read(split, q) != split.rows
-    if split.is_trained and is_apart and out.placement(axis) != split.rows.placement(axis):
-        return f"{axis} splits the positions of its result otherwise than those of its query"
     if any(layout.split_axes(split.dim(ROWS)) != (axis,) for layout in places):
         return f"other axes than {axis} split the positions of keys"
     strategy = choose(split.expr, split.fusion.values)
@@ -144,14 +141,15 @@ def _forward(maker: Maker, by: Expr, split: SplitAttention, masks: Masks) -> Non
 
 
 def _backward(maker: Maker, by: Expr, split: SplitAttention, masks: Masks) -> None:
-    q, k, v, *others = by.inputs
-    others[BACKWARD - 3 :] = _mask(maker, by, split, masks)
-    copies = _arriving(maker, by, split, (str(k), str(v)))
+    q, k, v, *others = by.reads
+    at = _read(split, split.operands[0])
+    others = [_at_rows(maker, by, split, x, at) for x in others[: BACKWARD - FORWARD]]
+    others += _mask(maker, by, split, masks)
+    copies = _arriving(maker, by, split, (k, v))
     stream, (axis,) = _travelling(split), split.axes
     names = [_named(maker, x) for x in by.outputs]
     maker.exprs.append(replace(by, inputs=(q, *copies, *others), outputs=(*names,)))
-    at, usual = _read(split, split.operands[0]), split.rows
-    _stated(maker, names[0], at if at != usual else None, _joined(split, "sum"))
+    _stated(maker, names[0], at if at != split.rows else None, _joined(split, "sum"))
     _ended(maker, by, names[0], by.outputs[0], None, None)
     for x, old, like in zip(names[1:], by.outputs[1:], split.operands[1:], strict=True):
         at = _read(split, like)
@@ -163,6 +161,17 @@ def _backward(maker: Maker, by: Expr, split: SplitAttention, masks: Masks) -> No
         shard = _named(maker, old)
         _ended(maker, by, x, shard, at, stream)
         _ended(maker, by, shard, old, law, None)
+
+
+def _at_rows(maker: Maker, by: Expr, split: SplitAttention, x: str, at: Layout) -> str:
+    """Return a value whose rows lie as those of the query: in the loop no other rows are read."""
+    (axis,), layout = split.axes, maker.values[x].layout
+    wanted = at.placement(axis)
+    if layout is None or layout.placement(axis) in (wanted, Replicate()):
+        return x
+    copy = maker.op(by, "set", x)
+    _stated(maker, copy, layout.with_placement(axis, wanted), None)
+    return copy
 
 
 def _named(maker: Maker, old: str) -> str:

@@ -41,7 +41,8 @@ class _Repeated:
 
     Attributes:
         heads: their names.
-        sums: gradient of a repeated one -> its reshapes, and the sum over the heads that share.
+        sums: gradient of a repeated one -> its reshapes, and the sum over the heads that share;
+            nothing where it is not read.
     """
 
     heads: tuple[str, ...]
@@ -83,7 +84,7 @@ def _shared(
 ) -> Expr:
     """Return attention that reads shared heads; note what replaces the sums of its gradients."""
     outputs = list(expr.outputs)
-    for at, (old, (*opened, total)) in enumerate(known.sums.items(), _FIRST):
+    for at, (old, opened) in enumerate(known.sums.items(), _FIRST):
         shape = values[known.heads[at - 1]].shape
         new = fresh_name(values, f"{old}.shared")
         values[new] = replace(
@@ -92,9 +93,10 @@ def _shared(
         )  # fmt: skip
         outputs[at] = new
         gone.update((e.output, None) for e in opened)
-        gone[total.output] = replace(
-            total, op="unsqueeze", inputs=(new,), attrs=(("dims", (len(shape) - 2,)),)
-        )
+        for total in opened[-1:]:
+            gone[total.output] = replace(
+                total, op="unsqueeze", inputs=(new,), attrs=(("dims", (len(shape) - 2,)),)
+            )
     query, _, _, *others = expr.inputs
     attrs = {**expr.kwargs, "enable_gqa": True}
     return replace(
@@ -170,6 +172,8 @@ def _sums(fusion: Fusion, expr: Expr) -> Iterator[tuple[str, tuple[Expr, ...]]]:
         shared = fusion.values[_before(fusion, key) or x].shape
         opened = (*shared[:-2], fusion.values[x].shape[-3] // max(shared[-3], 1), *shared[-2:])
         over = {"dims": (len(opened) - 3,), "keepdim": True}
+        if not fusion.consumers[x] and x not in fusion.returned:
+            yield x, ()
         is_summed = len(chain) > 1 and chain[-1].op == "sum" and fusion.values[y].shape == opened
         if is_summed and {k: v for k, v in chain[-1].attrs if v is not None} == over:
             yield x, (*chain,)

@@ -150,7 +150,7 @@ def splits(fusion: Fusion) -> Iterator[SplitAttention]:
     gradients: dict[object, tuple[Expr, ...]] = {}
     for e in fusion.exprs:
         if e.op == "attention_grad":
-            gradients[e.inputs[3]] = (*gradients.get(e.inputs[3], ()), e)
+            gradients[e.inputs[4]] = (*gradients.get(e.inputs[4], ()), e)
     for e in fusion.exprs:
         if e.op not in ATTENTIONS or any(fusion.values[x].stream is not None for x in e.reads):
             continue
@@ -161,4 +161,4 @@ def splits(fusion: Fusion) -> Iterator[SplitAttention]:
         is_plain = all(x.mesh == query.mesh and not x.partial_axes for x in layouts)
         out = fusion.values[e.outputs[0]].layout
         if axes and is_plain and out is not None and out.mesh == query.mesh:
-            yield SplitAttention(fusion, e, axes, gradients.get(e.outputs[0], ()))
+            yield SplitAttention(fusion, e, axes, gradients.get(e.outputs[-1], ()))

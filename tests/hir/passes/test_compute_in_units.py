@@ -80,6 +80,37 @@ def test_a_chain_is_computed_where_it_is_read() -> None:
     assert units(after) == [["cos", "add"], ["sin", "exp", "mul", "add"]]
 
 
+NORMED = f"""host @one on mesh(x=1) {{
+  input %x: {T}
+  input %w: {T}
+  %v: f64[4] (x=R) = sum(%w, dims=[0])
+  launch f(%x, %w, %v) -> %s, %h, %y {{
+    %h: {T} = matmul(%x, %w)
+    %s: {T} = rms_norm(%h, %v, normalized_shape=[4], eps=1e-05)
+    %y: {T} = matmul(%s, %w)
+    %a: {T} = cos(%y)
+  }}
+  %m: {T} = matmul(%y, %w)
+  launch g(%m, %s, %h, %v) -> %z {{
+    %p: {T} = matmul(%m, %s)
+    %b: {T} = add(%h, %v)
+    %z: {T} = add(%p, %b)
+  }}
+  return %z
+}}"""
+
+
+def test_the_largest_norms_are_computed_where_they_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They follow from another result of their unit, which is there till then; small ones stay."""
+    assert parse(NORMED) == check(NORMED)
+    monkeypatch.setattr(compute_in_units, "ROWS", 0)
+    after = check(NORMED)
+    assert units(after)[1] == ["rms_norm", "matmul", "add", "add"]
+    assert "-> %h, %y {" in str(after)
+
+
 #: why a value stays -> the program
 NOT = {
     "its operand would live longer": text(SIN, reads="%x"),

@@ -149,3 +149,5 @@ def test_keys_that_are_not_trained_are_repeated_once(rows: int, form: str) -> No
     want = (scores.softmax(-1) @ tensors[2]).square().sum()
     program = mf.compile(fd, Options(context=form))  # type: ignore[arg-type]
     check_everywhere(program, tensors, [*torch.autograd.grad(want, query)])
+    heads = sorted(c.shape[1] for c in program.communications)
+    assert form == "ring" or heads == [1, 1, 4, 4, 4, 4][: 2 if form == "gather" else 6]

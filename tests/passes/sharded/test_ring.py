@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from typing import Any
@@ -240,9 +241,6 @@ def test_what_cannot_go_around_is_refused_with_a_reason() -> None:
                    for _ in "qkv")  # fmt: skip
         fd.add_output(mf.ops.attention(q, k, v)[0])
     assert "a ring goes along one axis" in refusal(fd)
-    window = {"is_causal": True, "window": 3}
-    fd = defined({"tp": 2, "cp": 3}, (1, 4, 1, 6, 4), True, torch.float64, **window)
-    assert "cp splits the positions of its result otherwise" in refusal(fd)
     fd = defined({"cp": 2}, (4, 2, 2, 8, 4), False, is_causal=True)
     same = Options(context="ring", same_bits=True)
     assert "leaves of same_bits" in refusal(fd, lambda x, o: mf.compile(x, same))
@@ -252,28 +250,32 @@ def test_what_cannot_go_around_is_refused_with_a_reason() -> None:
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_a_gradient_whose_result_is_split_otherwise(dim: int) -> None:
-    """A layout that is asked of the result itself is refused; of a copy it is not."""
-
-    def asked(is_copy: bool) -> mf.FusionDefinition:
-        mesh, rows = DeviceMesh.arange(cp=2), {"cp": Shard(2)}
-        with mf.FusionDefinition("split_otherwise") as fd:
-            q, k, v = (fd.define_tensor([2, 4, 8, 4], torch.float64, mesh, rows) for _ in "qkv")
-            y, _ = mf.ops.attention(q, k, v, is_causal=True)
-            y = (fd.ops.set(y) if is_copy else y).on(mesh, {"cp": Shard(dim)})
-            fd.add_output(y)
-            for g in mf.grad(y.square().sum(), [q, k, v]):
-                fd.add_output(fd.ops.set(g).on(mesh, rows))
-        return fd
-
-    with pytest.raises(mf.MdfuseError, match="computed in a loop over chunks") as caught:
-        mf.compile(asked(False), RING)
-    assert 'context="auto"' in str(caught.value) and "test_ring.py" in str(caught.value)
+@pytest.mark.parametrize("is_copy", [False, True])
+def test_a_gradient_whose_result_is_split_otherwise(dim: int, is_copy: bool) -> None:
+    """A layout that is asked of the result itself, or of a copy: the loops have the query's."""
+    mesh, rows = DeviceMesh.arange(cp=2), {"cp": Shard(2)}
+    with mf.FusionDefinition("split_otherwise") as fd:
+        q, k, v = (fd.define_tensor([2, 4, 8, 4], torch.float64, mesh, rows) for _ in "qkv")
+        y, _ = mf.ops.attention(q, k, v, is_causal=True)
+        y = (fd.ops.set(y) if is_copy else y).on(mesh, {"cp": Shard(dim)})
+        fd.add_output(y)
+        for g in mf.grad(y.square().sum(), [q, k, v]):
+            fd.add_output(fd.ops.set(g).on(mesh, rows))
     given = [torch.randn(2, 4, 8, 4, dtype=torch.float64) for _ in "qkv"]
     leaves = [x.clone().requires_grad_() for x in given]
     want = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
     grads = torch.autograd.grad(want.square().sum(), leaves)
-    check_everywhere(mf.compile(asked(True), RING), given, [want.detach(), *grads])
+    check_everywhere(mf.compile(fd, RING), given, [want.detach(), *grads])
+
+
+@pytest.mark.parametrize("rows", [1, 6, 11])
+@pytest.mark.parametrize("zigzag", [False, True])
+def test_windows_and_one_head_of_keys_that_no_axis_splits(zigzag: bool, rows: int) -> None:
+    """Heads of the query come together, in the order of its rows."""
+    how, shape = {"is_causal": True, "window": 3}, (1, 4, 1, rows, 4)
+    fd = defined({"tp": 2, "cp": 3}, shape, zigzag, **how)
+    tensors = given(shape, torch.float64, 3)
+    check_everywhere(mf.compile(fd, RING), tensors, expected(tensors, **how)[0])
 
 
 @pytest.mark.parametrize("form", ["ring", "auto"])
@@ -333,3 +335,59 @@ def test_joined_terms_change_their_layout_behind_the_loop(zigzag: bool) -> None:
     with_sink = torch.cat([scores, sink.view(1, 4, 1, 1).expand(1, 4, 8, 1)], -1)
     want = with_sink.softmax(-1)[..., :-1] @ v
     check_everywhere(mf.compile(fd, RING), tensors, [want])
+
+
+@pytest.mark.parametrize("places", [*itertools.product([False, True], repeat=3)], ids=str)
+@pytest.mark.parametrize("rows", [5, 16])
+def test_rows_keys_and_masks_in_zigzag_order_and_not(
+    places: tuple[bool, bool, bool], rows: int
+) -> None:
+    """All that is read of rows comes to those of the query before the loop; the report says so."""
+    mesh, sizes = DeviceMesh.arange(cp=2), ([2, 4, rows, 8], [2, 2, rows, 8], [2, 2, rows, 8])
+    of_rows, of_keys, of_mask = ({"cp": Shard(2, zigzag=z)} for z in places)
+    with mf.FusionDefinition("places") as fd:
+        q, k, v = (
+            fd.define_tensor(n, torch.float64, mesh, at)
+            for n, at in zip(sizes, (of_rows, of_keys, of_keys), strict=True)
+        )
+        mask = fd.define_tensor([1, 1, rows, rows], torch.bool, mesh, of_mask, name="mask")
+        y, _ = mf.ops.attention(q, k, v, mask, enable_gqa=True)
+        for x in (y, *mf.grad((y * y).sum(), [q, k, v])):
+            fd.add_output(x)
+    tensors = [drawn(*n, seed=at).double() for at, n in enumerate(sizes)]
+    seen = (drawn(1, 1, rows, rows, seed=7) > -0.5) | torch.eye(rows).bool()
+    a, b, c = leaves = [x.clone().requires_grad_() for x in tensors]
+    b, c = (x.repeat_interleave(2, 1) for x in (b, c))
+    want = (a @ b.mT / 8**0.5).masked_fill(~seen, -torch.inf).softmax(-1) @ c
+    wants = [want.detach(), *torch.autograd.grad((want * want).sum(), leaves)]
+    program = mf.compile(fd, RING)
+    check_everywhere(program, [*tensors, seen], wants)
+    is_moved = places[0] != places[2]
+    assert ("resharded to the rows of its query: %mask" in program.explain()) == is_moved
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2])
+@pytest.mark.parametrize("shared", [4, 2, 1])
+@pytest.mark.parametrize("axes", [{"cp": 2}, {"cp": 2, "tp": 2}], ids=str)
+def test_few_rows_beside_repeated_heads_and_padding(
+    rows: int, shared: int, axes: dict[str, int]
+) -> None:
+    """One row, or none, stays split where heads are repeated: keys travel, as of many rows."""
+    mesh, split = DeviceMesh.arange(**axes), {"cp": Shard(2)}
+    sizes = [2, 4, rows, 8], [2, shared, rows, 8], [2, shared, rows, 8]
+    with mf.FusionDefinition("few") as fd:
+        q, *keys = (fd.define_tensor(n, torch.float64, mesh, split) for n in sizes)
+        padding = fd.define_tensor([2, rows], torch.int64, mesh, {"cp": Shard(1)})
+        many = (2, shared, 4 // shared, rows, 8)
+        k, v = (x[:, :, None].expand(*many).reshape(2, 4, rows, 8) for x in keys)
+        y, _ = mf.ops.attention(q, k, v, (padding > 0)[:, None, None, :])
+        for x in (y, *mf.grad((y * y).sum(), [q, *keys])):
+            fd.add_output(x)
+    tensors = [drawn(*n, seed=at).double() for at, n in enumerate(sizes)]
+    here = torch.tensor([[1, 0], [1, 1]])[:, :rows]
+    a, b, c = leaves = [x.clone().requires_grad_() for x in tensors]
+    b, c = (x.repeat_interleave(4 // shared, 1) for x in (b, c))
+    hidden = (here == 0)[:, None, None, :]
+    want = (a @ b.mT / 8**0.5).masked_fill(hidden, -torch.inf).softmax(-1) @ c
+    wants = [want.detach(), *torch.autograd.grad((want * want).sum(), leaves)]
+    check_everywhere(mf.compile(fd, RING), [*tensors, here], wants)
