@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from traceback import FrameSummary, StackSummary
-from types import CodeType, NoneType, SimpleNamespace
+from types import CodeType, FrameType, NoneType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -40,7 +40,8 @@ def frames_once() -> Iterator[None]:
     plain, known = private.CapturedTraceback, dict[Any, tuple[FrameSummary, CodeType]]()
 
     def summary() -> StackSummary:
-        stack, frame = StackSummary(), sys._getframe(1)
+        stack = StackSummary()
+        frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             code = frame.f_code
             key = id(code), frame.f_lasti  # code's hash, and a line's number, take long
@@ -48,7 +49,7 @@ def frames_once() -> Iterator[None]:
                 line = code.co_filename, frame.f_lineno, code.co_name
                 known[key] = FrameSummary(*line, lookup_line=False), code
             stack.append(known[key][0])
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back
         stack.reverse()
         return stack
 
@@ -76,7 +77,7 @@ def forms_once() -> Iterator[None]:
             known[key] = result
         return result
 
-    OpOverload.__call__ = call  # type: ignore[assignment, method-assign]
+    OpOverload.__call__ = call  # type: ignore[method-assign]
     try:
         yield
     finally:
