@@ -1,21 +1,20 @@
 """The private parts of torch that mdfuse uses: torch does not promise to keep them.
 
-All stand here, except for kernels of attention (`ir/attention_kernels.py`) and the compiler
-(`plan/inductor.py`). The tests of this module pass with torch 2.11 to 2.14. The public way, if
-there is one, costs more than the call itself (the current stream), or does not do the same (process
-groups whose teams have an order of their own).
+All stand here, except for kernels of attention (`ir/attention_kernels.py`), the compiler
+(`plan/inductor.py`) and the export (`frontend/importing/torch_tracing.py`). The tests of this
+module pass with torch 2.11 to 2.14. The public way, if there is one, costs more than the call
+itself (the current stream), or does not do the same (process groups whose teams have an order of
+their own).
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import cache, partial
 from operator import attrgetter, methodcaller
 from pathlib import Path
-from traceback import FrameSummary, StackSummary
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -36,11 +35,7 @@ from torch._C._dynamo import eval_frame, guards
 from torch._C._functorch import is_functorch_wrapped_tensor, maybe_current_level
 from torch._subclasses import FakeTensorMode as FakeTensorMode
 from torch.autograd import forward_ad
-from torch.fx import Node
-from torch.fx._lazy_graph_module import _use_lazy_graph_module as lazily
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as pytree
-from torch.utils import _traceback, checkpoint
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -58,7 +53,6 @@ __all__ = [
     "begin_group",
     "cache_folder",
     "checkpoint_metadata",
-    "checkpoints_entered",
     "current_gpu",
     "current_raw_stream",
     "default_store",
@@ -66,13 +60,11 @@ __all__ = [
     "end_group",
     "fake_group",
     "forward_level",
-    "frames_once",
     "gloo_options",
     "is_capturing",
     "is_transformed",
     "is_zero_tensor",
     "keep_busy",
-    "late_code",
     "likeness",
     "local_of",
     "nccl_options",
@@ -81,7 +73,6 @@ __all__ = [
     "shard_order",
     "spec_of",
     "table_grad",
-    "traced",
     "transform_level",
     "untraced",
     "untransformed",
@@ -332,64 +323,6 @@ def writes(target: Any) -> bool:
     schema = getattr(target, "_schema", None)
     is_detach = target is _ATEN.detach_.default
     return schema is not None and bool(schema.is_mutable) and not is_detach
-
-
-def late_code() -> AbstractContextManager[None]:
-    """Return a context in which torch writes the code of a graph only where it is run."""
-    return lazily(should_use=True)
-
-
-@contextmanager
-def frames_once() -> Iterator[None]:
-    """Let torch make one object of each line on the stack, however many operations it traces there.
-
-    It makes one of each of some 70 lines for each operation, and reads its text from the file.
-    """
-    private: Any = _traceback
-    plain, known = private._extract_symbolized_tb, dict[tuple[str, int, str], FrameSummary]()
-
-    def extracted(trace: Any, skip: int) -> StackSummary:
-        stack = StackSummary()
-        for line in reversed(trace[skip:]):
-            key = line["filename"], line["line"], line["name"]
-            frame = known.get(key)
-            if frame is None:
-                frame = known[key] = FrameSummary(*key, lookup_line=False)
-            stack.append(frame)
-        return stack
-
-    private._extract_symbolized_tb = extracted
-    try:
-        yield
-    finally:
-        private._extract_symbolized_tb = plain
-
-
-def traced() -> list[Node]:
-    """Return the nodes so far of the graph that torch traces."""
-    mode = get_proxy_mode()
-    return [] if mode is None else [*mode.tracer.graph.nodes]
-
-
-@contextmanager
-def checkpoints_entered(enter: Callable[[bool], AbstractContextManager[None]]) -> Iterator[None]:
-    """Replace what `torch.utils.checkpoint.checkpoint(use_reentrant=False)` does by a context.
-
-    Args:
-        enter: takes whether the call has a `context_fn`; its context is around the function.
-    """
-    private: Any = checkpoint
-    plain = private._checkpoint_without_reentrant_generator
-
-    def generator(_: Any, __: Any, context_fn: Any, /, *args: Any, **kwargs: Any) -> Any:
-        with enter(context_fn is not checkpoint.noop_context_fn):
-            yield
-
-    private._checkpoint_without_reentrant_generator = generator
-    try:
-        yield
-    finally:
-        private._checkpoint_without_reentrant_generator = plain
 
 
 def argument_names(overload: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""What torch does not promise to keep is used in three modules."""
+"""What torch does not promise to keep is used in four modules."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 from mdfuse import torch_private
 from mdfuse.errors import PACKAGE
+from mdfuse.frontend.importing import torch_tracing
 from mdfuse.ir import attention_kernels
 from mdfuse.plan import inductor
 
-#: Where private parts of torch may stand: in one module, in one for attention, in one for the
-#: compiler.
-OWN = {Path(x.__file__) for x in (torch_private, attention_kernels, inductor)}
+#: Where private parts of torch may stand: in one module, in one each for attention, the compiler
+#: and the export.
+OWN = {Path(x.__file__) for x in (torch_private, attention_kernels, inductor, torch_tracing)}
 
 MODULES = sorted(set(Path(PACKAGE).rglob("*.py")) - OWN)
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from operator import add
 from typing import Any
@@ -257,7 +257,7 @@ def groups(
     return ParameterGroups(step, {p: dict(values) for p, values in numbers.items()})
 
 
-def averaged(step: Callable[..., Any], decay: float = 0.999) -> Callable[..., Any]:
+def averaged(step: Any, decay: float = 0.999) -> Any:
     """Return a step that also keeps the exponential moving average of each parameter, its EMA.
 
     The state `average` is the parameter after the first step, then decay * average + (1 - decay) *
@@ -265,11 +265,11 @@ def averaged(step: Callable[..., Any], decay: float = 0.999) -> Callable[..., An
     dtype of the parameter, or of its master: 16 bits lose what a large decay adds.
 
     Args:
-        step: of this module, or the like.
+        step: of this module, or the like; or what `groups` returns.
         decay: how much of the average stays, from 0 to 1.
 
     Raises:
-        DefinitionError: another decay.
+        DefinitionError: another decay; step is no function.
 
     >>> from functools import partial
     >>> import inspect, mdfuse as mf
@@ -279,6 +279,10 @@ def averaged(step: Callable[..., Any], decay: float = 0.999) -> Callable[..., An
     """
     if not isinstance(decay, float | int) or not 0 <= decay <= 1:
         raise DefinitionError(f"averaged with decay={decay!r}", hint="a number from 0 to 1")
+    if isinstance(step, ParameterGroups):
+        return replace(step, step=averaged(step.step, decay))
+    if not callable(step):
+        raise DefinitionError(f"averaged({step!r})", hint="mf.optim.averaged(mf.optim.adamw)")
     signature = inspect.signature(step)
     bound = step.keywords if isinstance(step, partial) else {}
     places = [p for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]

@@ -11,7 +11,7 @@ from torch.autograd import Function
 from torch.utils.checkpoint import CheckpointFunction
 
 from mdfuse.frontend.importing.module_lines import mark
-from mdfuse.torch_private import checkpoints_entered, traced
+from mdfuse.frontend.importing.torch_tracing import checkpoints_entered, traced
 
 _FUNCTION: Any = Function
 

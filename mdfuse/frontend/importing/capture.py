@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -24,10 +25,11 @@ from mdfuse.frontend.importing.inline import inline, part_detached
 from mdfuse.frontend.importing.module_lines import line_of
 from mdfuse.frontend.importing.reached import Reached, held
 from mdfuse.frontend.importing.submodules import PREFIX
+from mdfuse.frontend.importing.torch_tracing import forms_once, frames_once, late_code
 from mdfuse.frontend.plain import brief
 from mdfuse.frontend.spec import TensorSpec
 from mdfuse.names import as_name
-from mdfuse.torch_private import frames_once, late_code, writes
+from mdfuse.torch_private import writes
 from mdfuse.trees import flattened, key_text, tensor_in_constant, tensor_inside, unflattened
 
 
@@ -214,7 +216,9 @@ def _captured(
     names = _argument_names(module, [path for path, x in paths if isinstance(x, _TENSORS)], args)
     dynamic = dims_of_tensors(module, args, kwargs or {}, dynamic_shapes, names)
     try:
-        with warnings.catch_warnings(), late_code(), frames_once(), own_backwards() as backwards:
+        quickly = late_code(), frames_once(), forms_once()
+        with warnings.catch_warnings(), ExitStack() as stack, own_backwards() as backwards:
+            [*map(stack.enter_context, quickly)]
             warnings.simplefilter("ignore")
             dims = None if dynamic is None else (tuple(dynamic),)
             exported = torch.export.export(whole, tensors, dynamic_shapes=dims, strict=False)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
 
 from torch.fx import Node
@@ -60,10 +61,11 @@ def called_at(source: Source | None, name: str, call: Callable[..., Any]) -> Cal
 
 @lru_cache(maxsize=1 << 14)
 def _line(file: str, line: int, name: str) -> Callable[..., Any]:
-    """Make a function of one line, which stands at that line of that file."""
-    text = f"def line(call, args, kwargs): {name} = call(*args, **kwargs); return {name}"
-    namespace: dict[str, Any] = {}
-    exec(compile(text, file, "exec"), namespace)
-    function: Callable[..., Any] = namespace["line"]
-    function.__code__ = function.__code__.replace(co_firstlineno=line)
-    return function
+    """Return a function of one line, which stands at that line of that file."""
+    *given, _ = _CODE.co_varnames
+    code = _CODE.replace(co_filename=file, co_firstlineno=line, co_varnames=(*given, name))
+    return FunctionType(code, {})
+
+
+_TEXT = "def line(call, args, kwargs): t = call(*args, **kwargs); return t"
+_CODE: CodeType = compile(_TEXT, "", "exec").co_consts[0]

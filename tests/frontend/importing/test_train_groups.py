@@ -160,6 +160,28 @@ def test_averages_are_those_of_torch(place: str, inner: Any) -> None:
         torch.testing.assert_close(state[f"{name}.average"], w.detach(), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("is_inside", [True, False])
+@pytest.mark.parametrize("place", PLACES)
+def test_averages_of_groups_are_those_of_torch(place: str, is_inside: bool) -> None:
+    adamw, numbers = partial(mf.optim.adamw, lr=0.05), {"*.bias": {"lr": 0.2}}
+    if is_inside:
+        optimizer = mf.optim.averaged(mf.optim.groups(adamw, numbers), decay=0.7)
+    else:
+        optimizer = mf.optim.groups(mf.optim.averaged(adamw, decay=0.7), numbers)
+    model, step, module, x, target = step_of(place, optimizer)
+    state, _ = trained(model, step, [(x, target)] * 4)
+    average = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.7))
+
+    def groups(m: nn.Module) -> list[dict[str, Any]]:
+        rates = ((name, w, 0.2 if "bias" in name else 0.05) for name, w in m.named_parameters())
+        return [{"params": [w], "lr": lr} for _, w, lr in rates]
+
+    by_torch(module, groups, [(x, target)] * 4, lambda: average.update_parameters(module))
+    check(state, module)
+    for name, w in average.module.named_parameters():
+        torch.testing.assert_close(state[f"{name}.average"], w.detach(), rtol=1e-9, atol=1e-12)
+
+
 def test_averages_of_16_bits_are_those_of_masters() -> None:
     optimizer = mf.optim.averaged(partial(mf.optim.sgd, lr=0.05), decay=0.9)
     model, step, _, x, target = step_of("sharded", optimizer, torch.bfloat16, master=True)
@@ -168,6 +190,8 @@ def test_averages_of_16_bits_are_those_of_masters() -> None:
     wrong: Any = 2
     with pytest.raises(DefinitionError, match="decay=2"):
         mf.optim.averaged(mf.optim.sgd, wrong)
+    with pytest.raises(DefinitionError, match="averaged\\(2\\)"):
+        mf.optim.averaged(wrong)
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
