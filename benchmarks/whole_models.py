@@ -449,11 +449,11 @@ def _warmed(plan: Plan, compiler: str) -> None:
 
     The first contender, mdfuse, would else load cuBLAS and the kernels of attention for all.
     """
-    if plan.is_gpu:
-        y = torch.ones(1, 2, 64, 64, device=plan.ranks.device, dtype=torch.bfloat16)
-        y.requires_grad_()
-        (torch.nn.functional.scaled_dot_product_attention(y, y, y) @ y).sum().backward()
     with torch.enable_grad():
+        if plan.is_gpu:
+            y = torch.ones(1, 2, 64, 64, device=plan.ranks.device, dtype=torch.bfloat16)
+            y.requires_grad_()
+            (torch.nn.functional.scaled_dot_product_attention(y, y, y) @ y).sum().backward()
         x = torch.ones(3, 5, device=plan.ranks.device, requires_grad=True)
         torch.compile(lambda x: (x.sin() * 3).sum(), backend=compiler)(x).backward()
     module = torch.nn.Linear(3, 5)
