@@ -118,7 +118,8 @@ def line(split: SplitAttention, form: str, known: Sequence[Price], is_asked: boo
         seen = f"{max(_pairs(split)):,} pairs of a head on a rank"
         text += "; of its documents are at most" if split.mask is None else _HIDDEN
         text += f" {seen}"
-    moved = [x for x, at in attention_masks.received(split, split.rows) if _is_moved(split, x, at)]
+    rows = split.over_heads(split.operands[0]) if form == "heads" else split.rows
+    moved = [x for x, at in attention_masks.received(split, rows) if _is_moved(split, x, at)]
     if moved:
         text += f"; resharded to the rows of its query: {', '.join(f'%{x}' for x in moved)}"
     each = (f"{p.form} {p.received:,.0f} bytes and {p.share:.2f} of a fair share" for p in known)
