@@ -168,7 +168,7 @@ class Holding(NamedTuple):
         members: the processes of the ranks that the meshes name; see `Communicator.members`.
         states: version of the state -> this rank's parts, of fixed values, too.
         parts: this rank's parts as they are, whole or not.
-        saved: folder -> the version of the state that was saved there.
+        saved: folder -> the version of the state that was saved there, or read; the last one last.
         last: the last version that the device had made before its posts were ended; None: they
             were not.
     """
@@ -314,8 +314,10 @@ def _chosen(
         lacking = missing if version == candidates[0] else lacking
     if or_from is None:
         raise _refusal(lacking, held)
-    version = saved.get(os.path.realpath(files.as_path(or_from)), 0)
-    if version in candidates and version in saved.values():
+    folder = os.path.realpath(files.as_path(or_from))
+    version = saved.get(folder, 0)
+    alike = [name for name, of in saved.items() if of == version]
+    if version in candidates and folder in alike[-1:]:  # a load makes a version another state
         return RecoveredVersion(version, before(version), saved)
     of_ranks = {name: x for name, x in before(version).items() if name in fixed}
     return RecoveredVersion(version, of_ranks, saved, [name for name in goal if name not in fixed])

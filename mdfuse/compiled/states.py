@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,8 +70,14 @@ class _Plan(NamedTuple):
     write: Callable[[Together, Callable[[], Tensors]], None]
 
 
-def save(program: Program, state: State, saver: Saver, given: Mapping[str, object]) -> Path:
-    """Write a state; see `Step.save`."""
+def save(
+    program: Program,
+    state: State,
+    saver: Saver,
+    given: Mapping[str, object],
+    noted: Callable[[Path], AbstractContextManager[None]],
+) -> Path:
+    """Write a state, in a context of its path; see `Step.save`."""
     comm, fusion = init(program.options), program.fusion
     what = f"save the state of @{fusion.name}"
     saver.settle()
@@ -78,11 +85,16 @@ def save(program: Program, state: State, saver: Saver, given: Mapping[str, objec
     asked = do(partial(_asked, what, **given))
     planned = _portable if asked.portable else partial(_by_rank, _agreed_id(comm))
     plan = do(partial(planned, what, asked, fusion, state, comm))
+
+    def write(ranks: Together, tensors: Callable[[], Tensors]) -> None:
+        with noted(plan.path):
+            plan.write(ranks, tensors)
+
     if asked.wait:
-        plan.write(comm, lambda: plan.tensors)
+        write(comm, lambda: plan.tensors)
         return plan.path
     copies = do(partial(saver.copies, plan.tensors))
-    saver.begin(comm, what, lambda ranks: plan.write(ranks, copies))
+    saver.begin(comm, what, lambda ranks: write(ranks, copies))
     return plan.path
 
 

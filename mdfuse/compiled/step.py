@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -237,9 +239,8 @@ class Step:
                 extents that a run chooses; the save under way failed.
         """
         given = {"folder": folder, "portable": portable, "wait": wait, "keep": keep}
-        path = states.save(self.program, self.state, self._saver, given)
-        self._note_saved(path)
-        return path
+        noted = partial(self._saving, self.version)
+        return states.save(self.program, self.state, self._saver, given, noted)
 
     def saved(self) -> None:
         """Wait for the end of a save under way; all ranks do so together.
@@ -269,11 +270,23 @@ class Step:
         """
         states.load(self.program, self.state, self._saver, folder, cast)
         self._versions.loaded()
-        self._note_saved(folder)
+        self._note_saved(folder, self.version)
 
-    def _note_saved(self, folder: str | Path) -> None:
-        """Note that a checkpoint has this version of the state, for `mdfuse.recover`."""
-        self._saved[os.path.realpath(folder)] = self.version
+    def _note_saved(self, folder: str | Path, version: int) -> None:
+        """Note that a checkpoint has a version of the state, for `mdfuse.recover`."""
+        others = {name: of for name, of in self._saved.items() if name != os.path.realpath(folder)}
+        self._saved = {**others, os.path.realpath(folder): version}
+
+    @contextmanager
+    def _saving(self, version: int, folder: Path) -> Iterator[None]:
+        """Note a checkpoint while it is written: ranks may be lost as it is whole already."""
+        before = self._saved
+        self._note_saved(folder, version)
+        try:
+            yield
+        except ProgramError:
+            self._saved = before
+            raise
 
 
 def recover(step: Any, program: Any, or_from: str | Path | None = None) -> Any:

@@ -75,9 +75,9 @@ def _writes_back(node: fx.Node) -> bool:
     names = tuple(map(_name, (node, choice, write)))
     if names != ("aten.index_select", "aten.where", "aten.index_copy_"):
         return False
-    condition, rows, kept = choice.args
+    condition, rows, before = choice.args
     is_one = isinstance(condition, fx.Node) and _shape(condition) == ()
-    return is_one and rows is not kept is node and write.args == (*node.args, choice)
+    return is_one and rows is not before is node and write.args == (*node.args, choice)
 
 
 def _read(node: fx.Node) -> set[fx.Node]:

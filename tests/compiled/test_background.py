@@ -106,6 +106,25 @@ def test_an_error_is_that_of_the_next_call(call: str, tmp_path: Path) -> None:
     step.save(tmp_path / "new", portable=True)
 
 
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_checkpoint_that_stays_is_of_its_own_version(wait: bool, tmp_path: Path) -> None:
+    """A save that is refused since the folder has one changes nothing that a recovery knows."""
+    step = counter()
+    step()
+    step.save(tmp_path / "step-1", portable=True, keep=1)
+    step()
+
+    def save() -> None:
+        step.save(tmp_path / "step-1", portable=True, keep=1, wait=wait)
+        step.saved()
+
+    with pytest.raises(ProgramError, match="has a checkpoint"):
+        save()
+    step._versions.is_whole = False
+    again = mf.recover(step, step.program, or_from=tmp_path / "step-1")
+    assert (number(again), again.version) == (1, 1)
+
+
 @pytest.mark.parametrize("nap", [0.0, 0.3], ids=["before", "after"])
 def test_an_error_at_the_end_is_logged(
     nap: float, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -182,6 +182,23 @@ def test_a_version_is_one_that_all_devices_had_made(lasts: list[int | None], ver
     assert _chosen(holdings[0], goal, texts, comm, None).version == version
 
 
+@pytest.mark.parametrize(
+    ("saved", "is_read"),
+    [({"/b": 0}, False), ({"/a": 0}, True), ({"/b": 0, "/a": 0}, True), ({"/b": 1}, True)],
+    ids=["of it", "not known", "a load came after", "another version"],
+)
+def test_ranks_complete_a_checkpoint_of_their_version(saved: dict[str, int], is_read: bool) -> None:
+    """One of another state would give the rows of two states; all are read from it."""
+    value = ValueAt((4,), torch.float32, Layout(DeviceMesh.arange(dp=2), {"dp": Shard(0)}))
+    members = ((0, 0), (1, 0))
+    holding = Holding({"w": value}, [], members, {0: {}}, {}, saved)
+    comm: Any = SimpleNamespace(membership=Membership(members[:1], members, 1))
+    goal = {"w": value._replace(layout=Layout(DeviceMesh.arange(dp=1)))}
+    choice = _chosen(holding, goal, [_holding_text(holding)], comm, "/b")
+    assert choice.read == (["w"] if is_read else ())
+    assert choice.version == saved.get("/b", 0)
+
+
 def test_boxes_that_nobody_holds_are_read(tmp_path: Path) -> None:
     step = mf.Step(program(), {"w": drawn(4)})
     step(torch.ones(4))

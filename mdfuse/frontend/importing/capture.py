@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
@@ -192,8 +193,12 @@ def capture(
     """
     _check(module, args)
     noted = noted or Noted()
-    with adapted(module, adapters or {}) as brought, noted.hooked(module):
+    with _one, adapted(module, adapters or {}) as brought, noted.hooked(module):
         return _captured(module, args, kwargs, dynamic_shapes, brought, noted)
+
+
+#: Exports take turns: torch keeps what it traces in the process, not in the thread.
+_one = threading.RLock()
 
 
 def _captured(

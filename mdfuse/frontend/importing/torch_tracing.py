@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
+from threading import get_ident
 from traceback import FrameSummary, StackSummary
 from types import CodeType, FrameType, NoneType, SimpleNamespace
 from typing import Any
@@ -66,10 +67,11 @@ def forms_once() -> Iterator[None]:
 
     An export computes it from all parts of the operation: for attention in 40 times a copy's time.
     """
-    plain, known = OpOverload.__call__, dict[Any, Tensor]()
+    plain, known, thread = OpOverload.__call__, dict[Any, Tensor](), get_ident()
 
     def call(op: Any, /, *args: Any, **kwargs: Any) -> Any:
-        key = _composite_call(op, args, kwargs) if get_proxy_mode() is None else None
+        is_asked = get_ident() == thread and get_proxy_mode() is None
+        key = _composite_call(op, args, kwargs) if is_asked else None
         if key in known:
             return known[key].clone()
         result = plain(op, *args, **kwargs)
@@ -111,7 +113,7 @@ def _form(x: Any) -> Any:
     if type(x) is FakeTensor and x.constant is None and not x._has_symbolic_sizes_strides:
         keys = torch._C._dispatch_keys(x).raw_repr()
         form = x.shape, x.stride(), x.storage_offset(), x.dtype, x.fake_device
-        return *form, x.requires_grad, keys
+        return *form, x.fake_mode, x.requires_grad, keys
     if isinstance(x, list | tuple):
         return type(x), *map(_form, x)
     if isinstance(x, dict):

@@ -34,11 +34,12 @@ class Pulse(Generic[K]):
         now = time.monotonic()
         heard, since, asked_at = self._known.get(process, (None, now, -inf))
         if now - asked_at > self.patience_s / 8:
-            new = self.heard_of(process)
+            new, asked_at = self.heard_of(process), now
             is_new = (new and new.beat) != (heard and heard.beat)
-            heard, since = new, now if is_new else since
-            self._known[process] = heard, since, time.monotonic()
-        return heard is not None and now - since < self.patience_s
+            # this process, or the store, may have been stopped since it asked
+            heard, since = new, time.monotonic() if is_new else since
+            self._known[process] = heard, since, asked_at
+        return heard is not None and asked_at - since < self.patience_s
 
     def at(self, process: K) -> str:
         """Return the position of a process that lives, in words."""

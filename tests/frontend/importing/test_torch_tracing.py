@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 from mdfuse.frontend.importing import capture, torch_tracing
 
@@ -84,3 +86,25 @@ def test_an_operation_that_fails_says_so_each_time() -> None:
     with pytest.raises(Exception, match="cannot be exported"):
         capture.capture(Wrong(), (torch.zeros(2, 3, 4, 5),))
     assert torch_tracing.OpOverload.__call__.__name__ == "__call__"
+
+
+def test_forms_of_each_fake_mode_are_its_own() -> None:
+    """Another thread may trace meanwhile, or the module itself."""
+
+    def is_own() -> bool:
+        with FakeTensorMode() as mode:
+            x, w, b = torch.empty(2, 3, 4), torch.empty(4, 4), torch.empty(4)
+            return torch.ops.aten.linear.default(x, w, b).fake_mode is mode
+
+    with torch_tracing.forms_once(), ThreadPoolExecutor(1) as pool:
+        others = [pool.submit(is_own) for _ in range(2)]
+        assert [is_own(), is_own(), *(x.result() for x in others)] == [True] * 4
+
+
+def test_exports_of_several_threads_take_turns() -> None:
+    plain = torch_tracing.OpOverload.__call__, torch_tracing.proxy.CapturedTraceback
+    modules = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        lines = list(pool.map(lambda m: str(noted(m, torch.zeros(3, 4))), modules))
+    assert lines == lines[:1] * 4
+    assert plain == (torch_tracing.OpOverload.__call__, torch_tracing.proxy.CapturedTraceback)

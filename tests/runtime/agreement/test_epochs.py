@@ -12,6 +12,7 @@ from torch.distributed import HashStore
 from mdfuse.runtime.agreement import epochs
 from mdfuse.runtime.agreement.epochs import Electorate, Excluded
 from mdfuse.runtime.membership import Member
+from mdfuse.runtime.watch import pulse as pulses
 from mdfuse.runtime.watch.positions import Position
 from mdfuse.runtime.watch.pulse import Pulse
 
@@ -100,3 +101,26 @@ def test_a_process_lives_while_it_tells_new_positions() -> None:
     now[0] = 6
     time.sleep(0.02)
     assert pulse.is_alive(LATE)
+
+
+@pytest.mark.parametrize("is_new", [False, True], ids=["before", "after"])
+def test_a_process_lives_where_the_store_answers_late(
+    is_new: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This process, or the store, was stopped before or after the answer was made."""
+    clock, told = [0.0], [5]
+    monkeypatch.setattr(pulses.time, "monotonic", lambda: clock[0])
+
+    def answer(_: Member) -> Position:
+        at = position(told[0])
+        if clock[0] == 0.5:
+            clock[0], told[0] = 10.0, 6
+            at = position(6) if is_new else at
+        return at
+
+    pulse = Pulse[Member](answer, 1.0)
+    for now in (0.0, 0.5, 10.01, 10.3):
+        clock[0] = max(now, clock[0])
+        assert pulse.is_alive(LATE)
+    clock[0] = 11.5
+    assert not pulse.is_alive(LATE)
