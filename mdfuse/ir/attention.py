@@ -171,23 +171,28 @@ def _with_rows(
 ) -> tuple[Tensor, ...]:
     """Return operands with rows `out` of which sum(out ct) is `weighed`.
 
-    Gradients read `out` for that alone. A cotangent that is tiny beside its number, or 0, gets
-    numbers too small to change a gradient; those of f16 are too few for it, and become f32.
+    Gradients read `out` for that alone. It has digits of the number at the features with the
+    largest cotangents: bfloat16 has 8 bits, and the number all but cancels where few keys are seen.
+    The range of f16 is too small for them: it becomes f32. Cotangents that are 0, or tiny beside
+    the number, become as large as digits need, which is too small to change a gradient.
     """
     dtype = torch.float32 if q.dtype == torch.float16 else q.dtype
     few = 1 if not ct.shape[-1] else 0  # without features there is no sum
     v, ct = (torch.nn.functional.pad(x, (0, few)) for x in (v, ct))
-    tiny = weighed.abs().unsqueeze(-1) * _TINY[weighed.dtype]
-    ct = ct.to(weighed.dtype)
-    top = ct.abs().amax(-1, keepdim=True)
-    ct = torch.where(top < tiny, tiny, ct)
-    top = torch.maximum(top, tiny)
-    part = ct / top.masked_fill(top == 0, 1)
-    square = (part * part).sum(-1, keepdim=True) * top
-    out = part * (weighed.unsqueeze(-1) / square.masked_fill(square == 0, 1))
-    q, k, v, out, ct = (x.to(dtype) for x in (q, k, v, out, ct))
-    return q, k, v, out, sums, ct
+    left = weighed.unsqueeze(-1)
+    tiny, wide = left.abs() * _TINY[left.dtype], ct.to(left.dtype)
+    ct = torch.where(wide.abs() < tiny, tiny, wide).to(dtype)
+    out, places = torch.zeros_like(ct), ct.abs().topk(min(_DIGITS, ct.shape[-1])).indices
+    for place in places.split(1, -1):
+        by = ct.gather(-1, place).to(left.dtype)
+        digit = (left / by.masked_fill(by == 0, 1)).to(dtype)
+        out.scatter_(-1, place, digit)
+        left = left - digit.to(left.dtype) * by
+    return q.to(dtype), k.to(dtype), v.to(dtype), out, sums, ct
 
+
+#: Features that give a number of a row.
+_DIGITS = 3
 
 #: dtype of sums -> how much less than the number of a row its cotangent may be.
 _TINY = {torch.float32: 2.0**-40, torch.float64: 2.0**-90}

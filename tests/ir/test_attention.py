@@ -401,3 +401,22 @@ def test_extents_that_a_run_chooses() -> None:
     want = expected([q, k, k, ct], {"is_causal": True})
     for x, y in zip(mf.simulate(program, tensors).outputs, want, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("features", [2, 5, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_number_of_a_row_is_as_exact_as_its_result(dtype: torch.dtype, features: int) -> None:
+    """A row that sees one key has no gradient: two numbers of some hundred cancel."""
+    draw = torch.Generator().manual_seed(features)
+    q, k, v, ct = (torch.randn(2, 3, 7, features, generator=draw).to(dtype) for _ in "qkvc")
+    ct = ct * 100
+    ct[..., 0] = 0
+    out, sums = attend(q, k, v, is_causal=True)
+    weighed = (out.float() * ct.float()).sum(-1)
+    dq, dk, dv = attend_grad(q, k, v, weighed, sums, ct, is_causal=True)
+    assert dq[..., 0, :].abs().max() < 2e-2, weighed[..., 0].abs().max()
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    wanted = torch.autograd.grad(plain(*leaves, None, is_causal=True)[0], leaves, ct.double())
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for got, want in zip((dq, dk, dv), wanted, strict=True):
+        assert (got.double() - want).norm() < tolerance * want.norm()
