@@ -7,14 +7,27 @@ as_run(projection)         written out, with products computed where their sums 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from mdfuse.hir.once import once
 from mdfuse.hir.program import HostProgram
-from mdfuse.hir.rank import accumulate_in_place
+from mdfuse.hir.rank import accumulate_in_place, late_waits, local_streams
 from mdfuse.hir.rank.execute import projected
 from mdfuse.hir.rank.unrolled import RankPass, written_out
 from mdfuse.hir.row_norms import with_sure_norms
 
-#: The passes over a projection that is written out, in order, each with its reason.
+#: A pass over a projection, beside the program for all ranks.
+Projected = Callable[[HostProgram, HostProgram], HostProgram]
+
+#: The passes over a projection, in order, with the reason why each stands there.
+PROJECTION: tuple[tuple[str, Projected], ...] = (
+    # Needs the program for all ranks: syncs that only others need guard nothing here.
+    ("local_streams", local_streams.run),
+    # Needs the syncs that are left: behind them a wait may stand later.
+    ("late_waits", lambda mine, _: late_waits.run(mine)),
+)
+
+#: The passes over a projection that is written out, likewise.
 AS_RUN: tuple[tuple[str, RankPass], ...] = (
     # Needs all buffers of sums where they stay.
     ("accumulate_in_place", accumulate_in_place.run),
@@ -25,7 +38,10 @@ def project(program: HostProgram, rank: int) -> HostProgram:
     """Return the projection for one rank; a projection is returned as it is."""
     if program.rank is not None:
         return program
-    return projected(with_sure_norms(program), rank)
+    mine = projected(with_sure_norms(program), rank)
+    for _, run in PROJECTION:
+        mine = run(mine, program)
+    return mine
 
 
 @once

@@ -41,8 +41,8 @@ from mdfuse.hir.analysis.dataflow import shared_operand, storage
 from mdfuse.hir.instructions import TRANSFERS, op_of, row_of
 from mdfuse.hir.once import once
 from mdfuse.hir.program import BufferType, HostProgram, Instruction
-from mdfuse.hir.rank import late_waits
 from mdfuse.hir.rank.unroll import LIMIT, Turn, Unrolled
+from mdfuse.hir.rank.unrolled import WAITS
 from mdfuse.hir.verify.result_layouts import chunk_of
 from mdfuse.layouts.boxes import nth_chunk
 from mdfuse.layouts.layout import Layout
@@ -63,7 +63,9 @@ def folded(program: HostProgram) -> FoldedProgram | None:
     """
     writer = _Folded(program)
     try:
-        summary = late_waits.run(writer.write())
+        summary = writer.write()
+        for _, run in WAITS:
+            summary = run(summary)
     except (_Unfit, MdfuseError):
         return None
     if len(writer.code) + writer.saved >= LIMIT:
