@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
+from math import inf
 from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
@@ -192,13 +193,15 @@ def start_workers() -> None:
 #: Bytes of a tensor from which on a kernel that writes into it is not timed; see `settings_for`.
 _TOO_LARGE_TO_TIME = 1 << 28
 
-#: Settings with which the compiler makes a product of one row a sum, searches the form of its
-#: kernel from many forms on, and runs products of the same row in one kernel. From its first guess
-#: alone the search stops up to 1.6 x later.
-_TUNED = (
-    "coordinate_descent_tuning", "max_autotune_pointwise", "combo_kernels",
-    "combo_kernel_per_subkernel_blocks",
-)  # fmt: skip
+#: Settings with which the compiler runs independent kernels that fit each other as one.
+_COMBINED = "combo_kernels", "combo_kernel_per_subkernel_blocks"
+
+#: Most rows of a product beside which kernels are so small that each costs its launch.
+_FEW_ROWS = 16
+
+#: Settings with which the compiler makes a product of one row a sum, and searches the form of its
+#: kernel from many forms on. From its first guess alone the search stops up to 1.6 x later.
+_TUNED = "coordinate_descent_tuning", "max_autotune_pointwise"
 
 
 def compiled(traced: TracedGraph) -> Function:
@@ -234,7 +237,8 @@ def settings_for(traced: TracedGraph) -> dict[str, Any]:
     its forms. For a table of 1 GB this takes seconds, and the times are those of the copies.
 
     A product of one row reads a matrix once: the compiler makes it a sum in a kernel of its own,
-    with the operations around it, where it may tune that kernel. The library reads slower.
+    with the operations around it, where it may tune that kernel. The library reads slower. Beside
+    products of few rows, those of one row among them, kernels run together.
     """
     if traced.sizes:
         return {}
@@ -242,15 +246,17 @@ def settings_for(traced: TracedGraph) -> dict[str, Any]:
     written = (x.meta["val"] for node in nodes for x in writes_of(node))
     if any(x.numel() * x.element_size() >= _TOO_LARGE_TO_TIME for x in written):
         return {"triton.autotune_pointwise": False}
-    return dict.fromkeys(_TUNED, True) if any(map(_has_one_row, nodes)) else {}
+    rows = min(map(_rows, nodes), default=inf)
+    names = (_TUNED if rows == 1 else ()) + (_COMBINED if rows <= _FEW_ROWS else ())
+    return dict.fromkeys(names, True)
 
 
-def _has_one_row(node: torch.fx.Node) -> bool:
-    """Return whether a call of a traced graph is a product on a GPU with one row or column."""
+def _rows(node: torch.fx.Node) -> float:
+    """Return the rows, or columns if fewer, of a product on a GPU; of none, infinitely many."""
     if node.target not in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default):
-        return False
+        return inf
     x = node.meta["val"]
-    return x.device.type == "cuda" and 1 in x.shape[-2:]
+    return min(x.shape[-2:]) if x.device.type == "cuda" and x.numel() else inf
 
 
 #: Seconds for which a process waits until no other one times a kernel.
@@ -264,27 +270,40 @@ def _timed_alone(arguments: Sequence[torch.Tensor]) -> Iterator[None]:
     Processes that compile side by side would else take each other's time for the kernel's.
     """
     device = next((x.device for x in arguments if x.device.type == "cuda"), None)
-    where = None if device is None else folder()
-    if device is None or where is None:
+    if device is None:
         yield
         return
-    from filelock import FileLock
     from torch._inductor.runtime.benchmarking import benchmarker
 
-    properties = torch.cuda.get_device_properties(device)
-    lock = FileLock(where / "mdfuse" / f"{getattr(properties, 'uuid', device)}.lock")
+    properties, where = torch.cuda.get_device_properties(device), folder()
 
     def timed(launch: Callable[[], object], **_: object) -> float:
-        with suppress(OSError, NotImplementedError):  # without a lock it is timed all the same
-            check_private(where / "mdfuse")
-            lock.acquire(timeout=_TIMING_S, poll_interval=0.01)
-        try:
+        with _alone_on(str(getattr(properties, "uuid", device)), where):
             return milliseconds(launch, properties.L2_cache_size)
-        finally:
-            lock.release()
 
     with patch.object(benchmarker, "benchmark_gpu", timed):
         yield
+
+
+@contextmanager
+def _alone_on(device: str, where: Path | None) -> Iterator[None]:
+    """In this context, hold the lock of a device, for at most `_TIMING_S` seconds of waiting.
+
+    Without a folder there is no lock, and without a lock a kernel is timed all the same.
+    """
+    if where is None:
+        yield
+        return
+    from filelock import FileLock
+
+    lock = FileLock(where / "mdfuse" / f"{device}.lock")
+    with suppress(OSError, NotImplementedError):
+        check_private(where / "mdfuse")
+        lock.acquire(timeout=_TIMING_S, poll_interval=0.01)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def emptying(function: Function) -> Function | None:

@@ -110,22 +110,24 @@ def test_kernels_that_write_into_large_tensors_are_not_timed(rows: int, is_timed
 
 
 @pytest.mark.parametrize("form", ["linear", "batched", "column"])
-@pytest.mark.parametrize("rows", [0, 1, 2])
+@pytest.mark.parametrize("rows", [0, 1, 2, 16, 17])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_products_of_one_row_are_tuned_as_sums(form: str, rows: int, device: str) -> None:
+def test_products_of_few_rows_are_tuned(form: str, rows: int, device: str) -> None:
     def shaped(*shape: int) -> Any:
         return shape, tuple(math.prod(shape[n + 1 :]) for n in range(len(shape))), torch.bfloat16
 
     shapes = {
-        "linear": (shaped(1, rows, 8), shaped(4, 8)),
-        "batched": (shaped(3, rows, 8), shaped(3, 4, 8)),
-        "column": (shaped(4, 8), shaped(rows, 8)),
+        "linear": (shaped(1, rows, 8), shaped(40, 8)),
+        "batched": (shaped(3, rows, 8), shaped(3, 40, 8)),
+        "column": (shaped(40, 8), shaped(rows, 8)),
     }[form]
     forms: Any = [(*x, torch.device(device)) for x in shapes]
     graph = inductor.traced(lambda a, b: [a @ b.mT], forms)
     settings = inductor.settings_for(graph)
-    is_tuned = device == "cuda" and rows == 1
-    assert settings == dict.fromkeys(inductor._TUNED if is_tuned else (), True)
+    is_combined = device == "cuda" and 1 <= rows <= 16
+    tuned = {"coordinate_descent_tuning", "max_autotune_pointwise"} if rows == 1 else set()
+    combined = {"combo_kernels", "combo_kernel_per_subkernel_blocks"}
+    assert settings == dict.fromkeys(tuned | combined if is_combined else (), True)
     with inductor._configs()[0].patch(settings):
         pass  # torch has these settings
 
