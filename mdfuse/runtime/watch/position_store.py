@@ -82,6 +82,8 @@ class Bulletin:
     _here: Process | None = None
     _near: dict[int, Process] = field(default_factory=dict)
     _are_all_known: bool = False
+    #: other ranks that have told a position: the store has their keys
+    _are_told: set[int] = field(default_factory=set)
     _beat: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     #: thread -> the start of its pending request to the store, by the monotonic clock
@@ -249,8 +251,7 @@ class Bulletin:
     def _linger(self, ranks: list[int], deadline: Deadline) -> None:
         while ranks and deadline.left():
             time.sleep(deadline.left(self.beat_s / 5))
-            positions = ((rank, self._read(rank)) for rank in ranks)
-            ranks = [rank for rank, at in positions if at is not None and at.is_hanging]
+            ranks = [rank for rank, at in self._read_all(ranks).items() if at.is_hanging]
 
     def _gather(self, ranks: list[int], positions: dict[int, Position], grace_s: float) -> None:
         """Read positions into `positions` until each rank has told a new one, or time is up.
@@ -261,9 +262,9 @@ class Bulletin:
         deadline, is_long = Deadline.after(grace_s), grace_s >= 2 * self.beat_s
         first: dict[int, int] = {}
         while ranks and not self.is_lost:
-            silent = []
+            silent, read = [], self._read_all(ranks)
             for rank in ranks:
-                at = self._read(rank)
+                at = read.get(rank)
                 if at is not None:
                     positions[rank] = at
                 beat = first.setdefault(rank, at.beat if at else 0)
@@ -284,6 +285,23 @@ class Bulletin:
     def _read(self, rank: int) -> Position | None:
         text = self._get(f"at/{rank}")
         return None if text is None else Position.decode(text)
+
+    def _read_all(self, ranks: Sequence[int]) -> dict[int, Position]:
+        """Return the last positions of those ranks that have told one.
+
+        It is one question, as a rule: where all ranks report at once, each asks for all others.
+        """
+        unknown = [rank for rank in ranks if rank not in self._are_told]
+        if unknown and not self._check(unknown):
+            unknown = [rank for rank in unknown if self._check([rank])]
+        self._are_told.update(unknown)
+        told = [rank for rank in ranks if rank in self._are_told]
+        keys = [f"at/{rank}" for rank in told]
+        texts = (self._ask(lambda: self.store.multi_get(keys)) if keys else None) or []
+        return {rank: Position.decode(x.decode()) for rank, x in zip(told, texts, strict=False)}
+
+    def _check(self, ranks: Iterable[int]) -> bool:
+        return bool(self._ask(lambda: self.store.check([f"at/{rank}" for rank in ranks])))
 
     def _set(self, key: str, text: str) -> None:
         self._ask(lambda: self.store.set(key, text))

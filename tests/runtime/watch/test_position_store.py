@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from math import inf
 from types import SimpleNamespace
@@ -118,6 +119,26 @@ def test_a_meeting_asks_a_few_questions_of_each_rank(size: int, looks: list[floa
     counts = sorted(len(world.connection(n).asked) for n in living)
     assert sum(counts) <= 4 * len(looks) + 16 * size, counts
     assert sum(counts[:-1]) <= 4 * len(looks) + 8 * size, "one rank alone asks for all"
+
+
+@pytest.mark.parametrize("absent", [(), (5,), (1, 62)])
+def test_a_report_asks_for_all_ranks_at_once(absent: tuple[int, ...]) -> None:
+    """All ranks may report at the same time, each with a row for every other one."""
+    world = World(64)
+    others = [n for n in range(1, 64) if n not in absent]
+    for n in absent:
+        world.store.delete_key(f"at/{n}")  # it never told any
+    for n in others:
+        world.ranks[n].tell(Position(n, True, (), f"line {n}"))
+    asked = world.connection(0).asked
+    answers = world.ranks[0].gather(range(64), Deadline.after(5 * BEAT_S + 0.5))
+    assert answers.is_complete
+    assert {n: at.host for n, at in answers.positions.items()} == {n: f"line {n}" for n in others}
+    by_itself = Counter(x for x in asked if not x.endswith(" all"))
+    assert asked[:1] == ["check all"] and set(by_itself) == {
+        f"check at/{n}" for n in range(1, 64) if absent
+    }
+    assert all(by_itself[f"check at/{n}"] == 1 for n in others if absent), "once for each"
 
 
 def steps_of_the_convener() -> list[str]:
