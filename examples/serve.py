@@ -25,12 +25,13 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -50,6 +51,9 @@ FIELDS: dict[str, Any] = {
     "max_tokens": 16, "temperature": 1.0, "top_p": 1.0, "top_k": None, "seed": None, "stop": None,
     "stop_token_ids": None, "stream": False,
 }  # fmt: skip
+
+#: How many tokens of a prompt stand before a text that follows it.
+BEFORE = 8
 
 #: Fields of OpenAI's interface that change nothing where they have one of these values.
 IDLE: dict[str, tuple[Any, ...]] = {
@@ -190,9 +194,12 @@ class Text:
         """The tokens of a chat, by the tokenizer's template."""
         if self._tokenizer is None or not self._tokenizer.chat_template:
             raise Refused("this model has no template for chats: use /v1/completions", 404)
+        if not isinstance(messages, list) or not messages:
+            raise Refused("messages is a list of at least one message")
+        plain = [*map(_plain, messages)]
         try:
             given = self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False
+                plain, add_generation_prompt=True, tokenize=False
             )
         except Exception as error:  # the template is the model's, and raises whatever it likes
             raise Refused(f"messages do not fit the template: {error}") from error
@@ -205,11 +212,32 @@ class Text:
             raise Refused(f"{field} has half a character: {error}") from error
         return [*self._tokenizer(text, **said)["input_ids"]]
 
-    def text(self, tokens: tuple[int, ...]) -> str:
-        """The text of tokens."""
+    def text(self, tokens: Sequence[int], before: Sequence[int] = ()) -> str:
+        """The text of tokens that follow others: with its first space, which stands between."""
+        first, whole = self._decoded(before), self._decoded([*before, *tokens])
+        follows = whole.startswith(first)  # not where `before` ends in half a character
+        return whole[len(first) :] if follows else self._decoded(tokens)
+
+    def _decoded(self, tokens: Sequence[int]) -> str:
+        """Text of which no later token changes what is there, as cleaning up would."""
         if self._tokenizer is None:
             return ""
-        return str(self._tokenizer.decode([*tokens], skip_special_tokens=True))
+        how = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        return str(self._tokenizer.decode([*tokens], **how))
+
+
+def _plain(message: Any) -> dict[str, Any]:
+    """A message as templates take it: of several texts one."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise Refused("a message is an object with a role, which is a text")
+    content = message.get("content")
+    if isinstance(content, list):
+        texts = [x.get("text") if isinstance(x, dict) else None for x in content]
+        is_text = all(isinstance(x, str) for x in texts)
+        content = "\n".join(map(str, texts)) if is_text else None
+    if not isinstance(content, str) and "tool_calls" not in message:
+        raise Refused("the content of a message is a text, or a list of parts that are texts")
+    return {**message, "content": content}
 
 
 def cut(text: str, stops: list[str], is_over: bool) -> tuple[str, bool]:
@@ -220,9 +248,9 @@ def cut(text: str, stops: list[str], is_over: bool) -> tuple[str, bool]:
     >>> cut("one two", [" two"], False), cut("one t", [" two"], False), cut("one t", [" two"], True)
     (('one', True), ('one', False), ('one t', False))
     """
-    places = [at for at in map(text.find, stops) if at >= 0]
-    if places:
-        return text[: min(places)], True
+    places = [(at + len(s), at) for s in stops if (at := text.find(s)) >= 0]
+    if places:  # the one that ends first, however many tokens come at once
+        return text[: min(places)[1]], True
     if is_over:
         return text, False
     text = text.rstrip("\ufffd")
@@ -249,7 +277,8 @@ class Front:
             Route("/v1/models", self._models),
             Route("/health", self._health),
         ]
-        self.app = Starlette(routes=routes, exception_handlers={Refused: _refusal})
+        every = dict.fromkeys((Refused, HTTPException, Exception), _refusal)
+        self.app = Starlette(routes=routes, exception_handlers=every)
 
     async def _health(self, _: Request) -> Response:
         failure = self._worker.failure
@@ -289,7 +318,7 @@ class Front:
             raise Refused(f"the body is no object with the field {wanted!r}")
         known = {"model", "user", wanted, *FIELDS}
         for field, value in said.items():
-            if field in IDLE and value not in IDLE[field]:
+            if field in IDLE and not any(_is_same(value, x) for x in IDLE[field]):
                 raise Refused(f"{field} = {json.dumps(value)} is not served")
             if field not in known and field not in IDLE:
                 raise Refused(f"unknown field {field!r}; known are {', '.join(sorted(known))}")
@@ -302,7 +331,7 @@ class Front:
     ) -> Response:
         if type(said["stream"]) is not bool:
             raise Refused("stream is true or false")
-        answer = Answer(self._worker, self._text, said, ids)
+        answer = Answer(self._worker, self._text, said, ids, () if is_chat else ids[-BEFORE:])
         head = {
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
             "object": ("chat.completion" if is_chat else "text_completion")
@@ -323,15 +352,30 @@ class Front:
         return JSONResponse({**head, "choices": [choice], "usage": usage})
 
 
+def _is_same(x: Any, y: Any) -> bool:
+    """True for equal values of JSON: 0 is not false."""
+    return bool(x == y) and isinstance(x, bool) == isinstance(y, bool)
+
+
 class Answer:
     """The text behind a prompt, piece by piece, while its client waits for it.
+
+    Args:
+        before: tokens that the text goes on from.
 
     Attributes:
         tokens: those so far.
     """
 
-    def __init__(self, worker: Worker, text: Text, said: dict[str, Any], ids: list[int]) -> None:
-        self._text, self.tokens = text, tuple[int, ...]()
+    def __init__(
+        self,
+        worker: Worker,
+        text: Text,
+        said: dict[str, Any],
+        ids: list[int],
+        before: Sequence[int] = (),
+    ) -> None:
+        self._text, self._before, self.tokens = text, before, tuple[int, ...]()
         stops = [] if said["stop"] is None else said["stop"]
         self._stops = [stops] if isinstance(stops, str) else stops
         if not isinstance(self._stops, list) or not all(isinstance(x, str) for x in self._stops):
@@ -347,7 +391,9 @@ class Answer:
 
         names = "max_tokens", "temperature", "top_k", "top_p", "seed"
         given = {name: said[name] for name in names} | {"stop": said["stop_token_ids"]}
-        if isinstance(given["stop"], list):  # besides the ends that the model has
+        if not isinstance(given["stop"], list | None):
+            raise Refused("stop_token_ids is a list of tokens")
+        if given["stop"] is not None:  # besides the ends that the model has
             given["stop"] = [*given["stop"], *worker.engine.eos]
         self._cancel = worker.submit(hear, ids=ids, **given)
 
@@ -362,7 +408,9 @@ class Answer:
             while True:
                 result = await self._next(gone)
                 self.tokens = result.tokens
-                text, is_stopped = cut(self._text.text(self.tokens), self._stops, result.is_over)
+                text, is_stopped = self._shown(self.tokens, result.is_over)
+                while is_stopped and self._shown(self.tokens[:-1])[1]:
+                    self.tokens = self.tokens[:-1]  # it was computed before somebody looked
                 is_over = is_stopped or result.is_over
                 if text != shown or is_over:
                     reason = "stop" if is_stopped else result.state if is_over else None
@@ -373,6 +421,9 @@ class Answer:
         finally:
             gone.cancel()
             self._cancel()
+
+    def _shown(self, tokens: tuple[int, ...], is_over: bool = False) -> tuple[str, bool]:
+        return cut(self._text.text(tokens, self._before), self._stops, is_over)
 
     async def _next(self, gone: asyncio.Future[None]) -> Any:
         """Return the newest result."""
@@ -420,9 +471,14 @@ def _event(content: dict[str, Any]) -> str:
     return f"data: {json.dumps(content)}\n\n"
 
 
-async def _refusal(_: Request, error: Exception) -> Response:
-    assert isinstance(error, Refused)
-    return JSONResponse(error.body, error.status)
+async def _refusal(request: Request, error: Exception) -> Response:
+    headers = None
+    if isinstance(error, HTTPException):
+        what = f"{request.method} {request.url.path}: {error.detail}"
+        headers, error = error.headers, Refused(what, error.status_code)
+    elif not isinstance(error, Refused):
+        error = Refused(f"{type(error).__name__}: {error}", 500)
+    return JSONResponse(error.body, error.status, headers)
 
 
 class Listening:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -106,11 +106,15 @@ def served(
     return other
 
 
-def cache_types(module: nn.Module) -> dict[str, tuple[int, int, torch.dtype]]:
+def cache_types(module: nn.Module, context: int = 1) -> dict[str, tuple[int, int, torch.dtype]]:
     """Return heads, features and dtype of each cache: a forward on the meta device tells them.
 
+    Args:
+        context: the most tokens of a text.
+
     Raises:
-        DefinitionError: layers keep other state than keys and values.
+        DefinitionError: layers keep other state than keys and values, or a table of positions has
+            fewer rows than the context.
     """
     noted = Noting()
     try:
@@ -125,10 +129,11 @@ def cache_types(module: nn.Module) -> dict[str, tuple[int, int, torch.dtype]]:
                 name: torch.empty(x.shape, dtype=x.dtype)
                 for name, x in (*module.named_parameters(), *module.named_buffers())
             }
-            token = torch.zeros(1, 1, dtype=torch.int64)
-            given: dict[str, Any] = {"input_ids": token, "position_ids": token}
+            token, at = torch.zeros(2, 1, 1, dtype=torch.int64)
+            given: dict[str, Any] = {"input_ids": token, "position_ids": at}
             given |= {"past_key_values": noted, "use_cache": True}
-            torch.func.functional_call(module, tensors, (), given)
+            with _in_tables(module, at, context):
+                torch.func.functional_call(module, tensors, (), given)
     except MdfuseError:
         raise
     except Exception as error:  # the forward is the model's, and raises whatever it likes
@@ -153,8 +158,31 @@ def cache_types(module: nn.Module) -> dict[str, tuple[int, int, torch.dtype]]:
 
 
 @contextmanager
+def _in_tables(module: nn.Module, positions: Tensor, context: int) -> Iterator[None]:
+    """Refuse a context of more positions than an embedding of them has rows."""
+
+    def check(table: Any, given: tuple[Any, ...]) -> None:
+        rows = table.num_embeddings
+        if given and given[0] is positions and rows < context:
+            raise DefinitionError(
+                f"a context of {counted(context, 'token')}",
+                because=f"{type(module).__name__} has embeddings of {rows} positions",
+                hint=f"generate(..., context={rows})",
+            )
+
+    with ExitStack() as stack:
+        for m in module.modules():
+            if isinstance(m, nn.Embedding):
+                stack.callback(m.register_forward_pre_hook(check).remove)
+        yield
+
+
+@contextmanager
 def own_attention(module: Any, experts: str | None = None) -> Iterator[None]:
-    """Let a model of transformers call `attend` meanwhile, and compute experts by this function."""
+    """Let a model of transformers call `attend` meanwhile, and compute experts by this function.
+
+    Nothing is trained: no dropout draws, and no checkpoint computes again, which has no caches.
+    """
     register()
     said = {"_attn_implementation_internal": NAME}
     said |= {} if experts is None else {"_experts_implementation_internal": experts}
@@ -162,9 +190,10 @@ def own_attention(module: Any, experts: str | None = None) -> Iterator[None]:
         id(c): c for m in module.modules() if (c := getattr(m, "config", None)) is not None
     }.values()
     before = [(c, key, getattr(c, key, None)) for c in configs for key in said]
+    before += [(m, "training", m.training) for m in module.modules()]
     try:
         for c, key, _ in before:
-            setattr(c, key, said[key])
+            setattr(c, key, said.get(key, False))
         yield
     finally:
         for c, key, value in before:

@@ -14,7 +14,8 @@ from torch import nn
 from mdfuse.config import Options
 from mdfuse.errors import MdfuseError, ProgramError, counted, message_of
 from mdfuse.frontend.given import refused
-from mdfuse.mesh import DeviceMesh, as_mesh
+from mdfuse.layouts.layout import Layout
+from mdfuse.mesh import DeviceMesh
 from mdfuse.runtime.communicator import Communicator, init
 from mdfuse.serving.cache_layouts import placed
 from mdfuse.serving.decoder import cache_types
@@ -287,7 +288,7 @@ def generate(
     Args:
         module: a causal model, or a folder that transformers' `from_pretrained` reads.
         mesh: where it lives; by default all ranks along tp. Without a launcher, a mesh of several
-            ranks is simulated.
+            ranks is simulated; with one, it has all ranks.
         layouts: pattern -> axis -> placement, as `from_torch` takes them, also for "caches.*",
             each [positions · slots, heads, features]. By default parameters lie along tp as the
             model's own plan says, experts along ep; caches are split along tp by heads, where
@@ -303,36 +304,50 @@ def generate(
         options: of the programs.
 
     Raises:
-        DefinitionError: the module cannot be imported, or keeps other state than keys and values;
-            an argument out of its range.
+        DefinitionError: the module cannot be imported, keeps other state than keys and values, or
+            has embeddings of fewer positions than the context; an argument out of its range.
     """
     comm = init(options)
-    mesh = DeviceMesh.arange(tp=comm.size) if mesh is None else as_mesh(mesh)
+    mesh = _mesh_of(mesh, comm.size)
     served = model_of(module)
     model = served.module
-    caches = cache_types(model)
+    context = _context_of(model, context)
+    caches = cache_types(model, context)
     text = model.config.get_text_config()
     sizes = {x: mesh.axis_size(x) if x in mesh.axes else 1 for x in ("tp", "cp")}
     shape = StepShape(
         slots=_at_least("max_batch", max_batch, 1),
         chunk=_at_least("chunk", chunk, 0),
-        context=_longest(model) if context is None else _at_least("context", context, 1),
+        context=context,
         pages=0 if pages is None else _at_least("pages", pages, 1) + 1,
         page_size=_at_least("page_size", page_size, 1),
         parts_of_positions=sizes["cp"],
         is_grouped=all(heads % sizes["tp"] == 0 for heads, *_ in caches.values()),
     )
-    check_context(model, shape.context)
     said, others = placed(model, mesh, caches, layouts)
     runs = None if comm.size == 1 and mesh.size > 1 else comm
     programs = Programs(served, shape, caches, mesh, said, others, runs, options)
     return GenerationEngine(programs, eos_of(model), text.vocab_size, runs, ahead)
 
 
-def _longest(model: Any) -> int:
-    """The context of a model where nobody says it."""
+def _mesh_of(given: Any, ranks: int) -> DeviceMesh:
+    """The mesh that a caller says, which has all ranks; along tp where nobody says one."""
+    mesh = DeviceMesh.arange(tp=ranks) if given is None else Layout(given).mesh
+    if ranks > 1 and {*mesh.ranks} != {*range(ranks)}:
+        raise refused(
+            "generate", "mesh", mesh, because=f"each of the {ranks} ranks computes each step",
+            hint=f"mesh=DeviceMesh.arange(tp={ranks})",
+        )  # fmt: skip
+    return mesh
+
+
+def _context_of(model: Any, given: int | None) -> int:
+    """The context that a caller says, in which no frequency changes; else the model's."""
     trained = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return min(n for n in (trained, longest(model), CONTEXT) if n)
+    if given is None:
+        return min(n for n in (trained, longest(model), CONTEXT) if n)
+    check_context(model, _at_least("context", given, 1))
+    return given
 
 
 def _at_least(name: str, x: object, least: int) -> int:

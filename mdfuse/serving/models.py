@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from mdfuse.errors import message_of
+from mdfuse.frontend.given import refused
 from mdfuse.frontend.importing.load import Checkpoint, InFiles, opened
 
 
@@ -25,18 +27,29 @@ class GivenModel(NamedTuple):
     because: str = ""
 
 
-def model_of(module: nn.Module | str | Path) -> GivenModel:
+def model_of(module: Any) -> GivenModel:
     """Return the model that a caller of `generate` passes.
 
     Nothing but buffers is read yet of a folder of safetensors under the module's own names. Other
     folders are for `from_pretrained`, which converts names and shapes, and reads all.
+
+    Raises:
+        DefinitionError: it is neither a module nor such a folder.
     """
-    if isinstance(module, nn.Module):
-        return GivenModel(module)
+    if isinstance(module, nn.Module):  # what torch has compiled has no forward on fake tensors
+        return GivenModel(getattr(module, "_orig_mod", module))
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    hint = "a causal model, or a folder with config.json, as save_pretrained writes it"
+    if not isinstance(module, str | Path):
+        because = "it is no module of torch, and no folder"
+        raise refused("generate", "module", module, because=because, hint=hint)
     folder = str(module)
-    config, why = AutoConfig.from_pretrained(folder), ""
+    try:
+        config, why = AutoConfig.from_pretrained(folder), ""
+    except (OSError, ValueError) as error:
+        because = f"transformers says: {message_of(error)}"
+        raise refused("generate", "module", folder, because=because, hint=hint) from error
     files = [*Path(folder).glob("*.safetensors")]
     if not files:
         why = "it has no files of safetensors"

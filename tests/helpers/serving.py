@@ -55,22 +55,35 @@ class Server(NamedTuple):
         return [x.removeprefix("data: ") for x in parts]
 
 
-def words() -> Any:
-    """A tokenizer whose tokens are the words w0 to w96."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+def words(kind: str = "") -> Any:
+    """A tokenizer whose tokens are the words w0 to w96, and a point.
+
+    Args:
+        kind: "metaspace": words begin with their space, but for a text's first one; "cleaning": no
+            space before a point.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.WordLevel({f"w{n}": n for n in range(97)}, "w0"))
+    space = "\u2581" if kind == "metaspace" else ""
+    vocabulary = {f"{space}w{n}": n for n in range(97)} | {".": 97}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, f"{space}w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE)
+    if space:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+        tokenizer.decoder = decoders.Metaspace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, chat_template=TEMPLATE,
+        clean_up_tokenization_spaces=kind == "cleaning",
+    )  # fmt: skip
 
 
 @contextmanager
-def listening(engine: Any, body: int = 2000) -> Iterator[Server]:
+def listening(engine: Any, body: int = 2000, tokenizer: Any = None) -> Iterator[Server]:
     """Serve; `worker.run` is the caller's."""
     serve = example("serve")
     worker = serve.Worker(engine)
-    front = serve.Front(worker, serve.Text(words()), "small", body)
+    front = serve.Front(worker, serve.Text(tokenizer or words()), "small", body)
     server = serve.Listening(front.app, "127.0.0.1", 0)
     try:
         yield Server(serve, worker, server.port)

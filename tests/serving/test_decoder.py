@@ -51,6 +51,25 @@ def test_other_state_than_keys_and_values_is_refused() -> None:
         cache_types(transformers.MambaForCausalLM(config))
 
 
+def test_a_context_has_no_more_positions_than_their_table() -> None:
+    """One token behind it would end the engine in a step, and the requests of all.
+
+    The model is one that is trained: an engine has no part in that, nor in its dropout.
+    """
+    sizes = {"vocab_size": 97, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 12}
+    config = transformers.GPT2Config(**sizes, eos_token_id=None, bos_token_id=None)
+    model = with_drawn(transformers.GPT2LMHeadModel(config)).train()
+    with pytest.raises(mf.DefinitionError, match=r"(?s)embeddings of 12 pos.*context=12"):
+        mf.generate(model, chunk=0, max_batch=1, context=13)
+    engine = mf.generate(model, chunk=0, max_batch=1)
+    assert engine.shape.context == 12
+    (ids,) = prompts([7])
+    asked = engine.submit(ids)
+    drain(engine)
+    assert model.training and model.transformer.drop.training
+    assert engine.result(asked).tokens == greedy(model.eval(), ids, 5)
+
+
 def test_layers_share_a_cache() -> None:
     """The last layer attends to keys and values of the first; only these are kept."""
     config = transformers.Gemma3nTextConfig(

@@ -12,6 +12,7 @@ from helpers.causal import MODELS, drain, greedy, model_of, prompts
 
 import mdfuse as mf
 from mdfuse import DeviceMesh
+from mdfuse.serving.engine import _mesh_of
 
 LENGTHS = 1, 3, 9, 14, 5, 20
 
@@ -178,6 +179,15 @@ def test_what_cannot_be_asked_is_an_error_of_this_request(
     with pytest.raises(mf.MdfuseError, match=why):
         engine.submit(**{"ids": [1], **said})
     assert engine.step() == 0
+
+
+def test_a_mesh_has_all_ranks() -> None:
+    """One that it lacks would end in another error, and the others wait for it."""
+    for mesh in (DeviceMesh.arange(tp=2), DeviceMesh.arange(tp=4), DeviceMesh([0], ["tp"])):
+        with pytest.raises(mf.DefinitionError, match="each of the 3 ranks computes each step"):
+            _mesh_of(mesh, 3)
+        assert _mesh_of(mesh, 1) is mesh
+    assert _mesh_of(DeviceMesh([2, 0, 1], ["tp"]), 3).ranks == (2, 0, 1)
 
 
 def test_a_request_that_no_pages_suffice_for(paged: Any) -> None:

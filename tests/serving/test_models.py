@@ -117,6 +117,22 @@ def test_experts_in_matrices_of_their_own_are_converted(tmp_path: Path) -> None:
         torch.testing.assert_close(x, y, rtol=0, atol=0)
 
 
+def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
+    """Before the network is asked for it."""
+    (tmp_path / "config.json").write_text("{}")
+    for wrong, why in ((None, "no module of torch"), (tmp_path, "(?s)transformers says.*a folder")):
+        with pytest.raises(mf.DefinitionError, match=why):
+            mf.generate(wrong)  # type: ignore[arg-type]
+    for mesh in (3, "tp=2"):
+        with pytest.raises(mf.MdfuseError, match="mesh"):
+            mf.generate(model_of("llama"), mesh)
+
+
+def test_what_torch_has_compiled_is_served_as_it_was() -> None:
+    model = model_of("llama", num_hidden_layers=1)
+    assert models.model_of(torch.compile(model)).module is model  # type: ignore[arg-type]
+
+
 def test_a_folder_without_a_dtype(tmp_path: Path) -> None:
     """Its configuration does not say it; the numbers do."""
     written(tmp_path, model_of("llama", num_hidden_layers=1).bfloat16())

@@ -219,16 +219,20 @@ def histc(x: Handle, bins: int = 100, min: float = 0, max: float = 0) -> Handle:
         x: floating, or of integers; elements out of the range, and NaN, are not counted.
         bins: their number.
         min, max: the range, of integers as for `int`; torch's 0 and 0, which stand for that of x,
-            are refused.
+            are refused, but for one bin, in which all elements are.
     """
     is_whole = not x.dtype.is_floating_point
     low, high = (int(min), int(max)) if is_whole else (min, max)
-    if bins < 1 or not low < high or x.dtype in (torch.bool, torch.complex64, torch.complex128):
+    is_all, has_bins = bins == 1 and low == high, bins > 0 and low < high
+    is_real = x.dtype not in (torch.bool, torch.complex64, torch.complex128)
+    if not is_real or not (has_bins or is_all):
         raise DefinitionError(
             f"histc of {shown(x)} in {bins} bins from {min} to {max}",
             because="the bins are known when the fusion is defined; x is floating, or of integers",
             hint="histc(x, bins, min, max) with min < max",
         )
+    if is_all:
+        return views.unsqueeze(reductions.sum(ROWS["eq"](x, x), dtype=x.dtype), 0)
     if is_whole:
         wide = x.to(torch.int64)
         bin_numbers = ((wide - low) * bins) // (high - low)

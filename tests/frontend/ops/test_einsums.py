@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.layout_claims import Claim, check
+from helpers.oracle import check_everywhere
 
 import mdfuse as mf
-from mdfuse import DefinitionError, FusionDefinition
+from mdfuse import DefinitionError, DeviceMesh, FusionDefinition, Layout, Shard
 
 T = (10, 7)
 
@@ -75,6 +76,16 @@ def test_bins_of_integers(dtype: torch.dtype, bins: int, low: int, high: int) ->
     places[x == high] = bins - 1
     inside = (x >= low) & (x <= high)
     assert torch.equal(counts, torch.bincount(places[inside], minlength=bins).to(dtype))
+
+
+@pytest.mark.parametrize("x", [torch.randn(5, 3), torch.zeros(4), torch.tensor([7.0])])
+def test_one_bin_has_all_elements(x: torch.Tensor) -> None:
+    """As where a layer has one expert: its range, from 0 to 0, is that of x."""
+    layout = Layout(DeviceMesh.arange(tp=2), {"tp": Shard(0)})
+    for low in (0, 2):
+        with FusionDefinition() as fd:
+            fd.add_output(torch.histc(fd.define_tensor(x.shape, layout=layout), 1, low, low))
+        check_everywhere(mf.compile(fd), [x], [torch.histc(x, 1, low, low)])
 
 
 def test_a_matrix_without_an_inverse_gives_nan() -> None:
