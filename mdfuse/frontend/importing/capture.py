@@ -26,7 +26,7 @@ from mdfuse.frontend.importing.inline import inline, part_detached
 from mdfuse.frontend.importing.module_lines import line_of
 from mdfuse.frontend.importing.reached import Reached, held
 from mdfuse.frontend.importing.submodules import PREFIX
-from mdfuse.frontend.importing.torch_tracing import forms_once, frames_once, late_code
+from mdfuse.frontend.importing.torch_tracing import CallsOnce, frames_once, late_code
 from mdfuse.frontend.plain import brief
 from mdfuse.frontend.spec import TensorSpec
 from mdfuse.names import as_name
@@ -145,7 +145,7 @@ class _Whole(nn.Module):
         leaves = [next(given) if isinstance(x, Tensor) else x for x in self.leaves]
         args, kwargs = unflattened(leaves, self.structure)
         self.noted.begin()
-        with Reached(self.module, self.held) as reached:
+        with CallsOnce(), Reached(self.module, self.held) as reached:
             given_back = self.module(*args, **kwargs)
         leaves_back, self.seen.structure = flattened(given_back)
         paths = [(path, reached.meant(x)) for path, x in leaves_back]
@@ -221,7 +221,7 @@ def _captured(
     names = _argument_names(module, [path for path, x in paths if isinstance(x, _TENSORS)], args)
     dynamic = dims_of_tensors(module, args, kwargs or {}, dynamic_shapes, names)
     try:
-        quickly = late_code(), frames_once(), forms_once()
+        quickly = late_code(), frames_once()
         with warnings.catch_warnings(), ExitStack() as stack, own_backwards() as backwards:
             [*map(stack.enter_context, quickly)]
             warnings.simplefilter("ignore")

@@ -5,13 +5,14 @@ Torch traces each operation of a module apart; most operations of a model's laye
 
 from __future__ import annotations
 
+import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
-from threading import get_ident
+from dataclasses import dataclass
+from itertools import takewhile
 from traceback import FrameSummary, StackSummary
-from types import CodeType, FrameType, NoneType, SimpleNamespace
+from types import CodeType, EllipsisType, FrameType, NoneType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,7 +21,14 @@ from torch._ops import OpOverload
 from torch._subclasses import FakeTensor
 from torch.fx import Node, proxy
 from torch.fx._lazy_graph_module import _use_lazy_graph_module as lazily
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.proxy_tensor import (
+    _ProxyTensor,
+    get_proxy_mode,
+    get_proxy_slot,
+    set_proxy_slot,
+)
+from torch.fx.node import map_arg
+from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from mdfuse.torch_private import forward_level, pytree
@@ -61,80 +69,182 @@ def frames_once() -> Iterator[None]:
         private.CapturedTraceback = plain
 
 
-@contextmanager
-def forms_once() -> Iterator[None]:
-    """Let torch compute the form of a composite operation's result once for operands of some forms.
+class CallsOnce(TorchFunctionMode):
+    """Lets torch trace a call once for operands of some forms; calls like it have copies of nodes.
 
-    An export computes it from all parts of the operation: for attention in 40 times a copy's time.
+    Torch passes each call through some ten layers of Python, and computes the form of attention's
+    result in 40 times a copy's time; the layers of a model make equal calls.
     """
-    plain, known, thread = OpOverload.__call__, dict[Any, Tensor](), get_ident()
 
-    def call(op: Any, /, *args: Any, **kwargs: Any) -> Any:
-        is_asked = get_ident() == thread and get_proxy_mode() is None
-        key = _composite_call(op, args, kwargs) if is_asked else None
-        if key in known:
-            return known[key].clone()
-        result = plain(op, *args, **kwargs)
-        if key is not None and _is_new(result, (args, kwargs)):
-            known[key] = result
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[Any, _Traced | None] = {}
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call a function, or do what it did for such operands."""
+        kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling():  # branches of `torch.cond`
+            return func(*args, **kwargs)
+        mode = get_proxy_mode()
+        is_asked = mode is not None and mode.pre_dispatch and func.__name__ != "__get__"
+        if mode is None or not is_asked or not _is_of_torch(func):
+            return func(*args, **kwargs)
+        tracer: Any = mode.tracer
+        with torch._C.DisableTorchFunction():
+            nodes: list[Node] = []
+            key = _key(func, (args, kwargs), tracer, nodes)
+            known = self._known.get(key)
+            if known is not None:
+                return known.again(tracer, nodes, func, args, kwargs)
+        if key is None or key in self._known:
+            return func(*args, **kwargs)
+        last = next(iter(reversed(tracer.graph.nodes)))
+        result = func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            self._known[key] = _traced(tracer, nodes, last, result, (args, kwargs))
         return result
 
-    OpOverload.__call__ = call  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        OpOverload.__call__ = plain  # type: ignore[method-assign]
+
+@dataclass(frozen=True, slots=True)
+class _Traced:
+    """A traced call.
+
+    Attributes:
+        operands: the nodes of its operands.
+        nodes: those that it added.
+        places: for each tensor of the result, which of the nodes it is.
+        copy: of the result, where that is one tensor in memory of its own.
+    """
+
+    operands: tuple[Node, ...]
+    nodes: tuple[Node, ...]
+    places: tuple[int, ...]
+    copy: Tensor | None
+
+    def again(
+        self, tracer: Any, operands: Sequence[Node], func: Any, args: Any, kwargs: Any
+    ) -> Any:
+        """Add copies of the nodes, which read other operands, and return such a result."""
+        with _untraced():
+            result = func(*args, **kwargs) if self.copy is None else self.copy.clone()
+        stand = dict(zip(self.operands, operands, strict=True))
+        for node in self.nodes:
+            inputs = (map_arg(x, stand.__getitem__) for x in (node.args, node.kwargs))
+            stand[node] = copy = tracer.create_node(node.op, node.target, *inputs, name=node.name)
+            for key, value in node.meta.items():
+                copy.meta.setdefault(key, value)
+        for x, place in zip(pytree.tree_leaves(result), self.places, strict=True):
+            proxy = tracer.proxy(stand[self.nodes[place]])
+            set_proxy_slot(x, tracer, _ProxyTensor(proxy, None))
+        return result
 
 
-def _composite_call(op: Any, args: Any, kwargs: Any) -> Any:
-    """Return all that decides the form of a result of a composite operation; None of others."""
-    if not _is_composite(op) or torch._C._is_any_autocast_enabled() or forward_level() >= 0:
+def _traced(
+    tracer: Any, operands: Sequence[Node], last: Node, result: Any, given: Any
+) -> _Traced | None:
+    """Return a call by the nodes behind the last one before it; None: it is traced each time."""
+    nodes = tuple(takewhile(lambda x: x is not last, reversed(tracer.graph.nodes)))[::-1]
+    readable = {*operands, *nodes}
+    if not all(_is_copied(x) and readable.issuperset(x.all_input_nodes) for x in nodes):
+        return None
+    leaves, places = pytree.tree_leaves(result), list[int]()
+    for x in leaves:
+        slot = get_proxy_slot(x, tracer, None) if type(x) is FakeTensor else None
+        if slot is None or slot.constant is not None or slot.proxy.node not in nodes:
+            return None
+        places.append(nodes.index(slot.proxy.node))
+    tensors = {id(x) for x in pytree.tree_leaves(given)}
+    if not leaves or not tensors.isdisjoint(map(id, leaves)):
+        return None
+    return _Traced(tuple(operands), nodes, tuple(places), _copy(result, given))
+
+
+def _untraced() -> Any:
+    """Return a context in which an export traces nothing."""
+    key = torch._C.DispatchKeySet(torch._C.DispatchKey.PreDispatch)
+    return torch._C._ExcludeDispatchKeyGuard(key)
+
+
+def _is_copied(node: Node) -> bool:
+    """Return whether a node like another one does what a trace would note."""
+    op = node.target
+    if op is operator.getitem:
+        return True
+    is_plain = isinstance(op, OpOverload) and op.namespace == "aten"
+    return node.op == "call_function" and is_plain and not op._schema.is_mutable  # type: ignore
+
+
+def _is_of_torch(func: Any) -> bool:
+    """Return whether a function is torch's, which goes by what `_key` has; users' may not."""
+    module = getattr(func, "__module__", None) or getattr(func, "__objclass__", func).__module__
+    return (module or "").split(".")[0] == "torch"
+
+
+def _key(func: Any, given: Any, tracer: Any, nodes: list[Node]) -> Any:
+    """Return all that decides what a call adds to the graph; None: its operands do not tell.
+
+    Nodes of the operands are added to a list, each once.
+    """
+    if torch._C._is_any_autocast_enabled() or forward_level() >= 0:
         return None
     state, of = torch._C, torch.backends.cuda
     keys = state._dispatch_tls_local_include_set(), state._dispatch_tls_local_exclude_set()
     attention = of.flash_sdp_enabled(), of.mem_efficient_sdp_enabled(), of.math_sdp_enabled()
+    settings = torch.is_grad_enabled(), torch.get_default_dtype(), of.cudnn_sdp_enabled()
+    is_same = torch.are_deterministic_algorithms_enabled()
     try:
-        forms = _form(args), _form(kwargs)
+        forms = _form(given, tracer, nodes)
     except TypeError:
         return None
-    settings = torch.is_grad_enabled(), torch.get_default_dtype(), of.cudnn_sdp_enabled()
-    return op, forms, *(x.raw_repr() for x in keys), attention, settings
+    if not nodes:
+        return None
+    return func, id(tracer), forms, *(x.raw_repr() for x in keys), attention, settings, is_same
 
 
-@cache
-def _is_composite(op: Any) -> bool:
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    is_plain = op.namespace == "aten" and not op._schema.is_mutable
-    return is_plain and bool(has(op.name(), "CompositeImplicitAutograd"))
-
-
-def _form(x: Any) -> Any:
+def _form(x: Any, tracer: Any, nodes: list[Node]) -> Any:
     """Return the form of a value, or of values in one; TypeError: its form may not be all of it."""
     if type(x) is FakeTensor and x.constant is None and not x._has_symbolic_sizes_strides:
+        slot = get_proxy_slot(x, tracer, None)
+        if slot is None or slot.constant is not None:
+            raise TypeError(x)
+        node = slot.proxy.node
+        nodes += [] if node in nodes else [node]
         keys = torch._C._dispatch_keys(x).raw_repr()
         form = x.shape, x.stride(), x.storage_offset(), x.dtype, x.fake_device
-        return *form, x.fake_mode, x.requires_grad, keys
+        return *form, x.fake_mode, x.requires_grad, keys, nodes.index(node)
     if isinstance(x, list | tuple):
-        return type(x), *map(_form, x)
+        return type(x), *(_form(y, tracer, nodes) for y in x)
     if isinstance(x, dict):
-        return *x, *map(_form, x.values())
+        return *x, *(_form(y, tracer, nodes) for y in x.values())
+    if type(x) is slice:
+        return slice, *(_form(y, tracer, nodes) for y in (x.start, x.stop, x.step))
+    if type(x) is float:
+        return x.hex()  # 0.0 and -0.0 are equal
     if type(x) in _PLAIN:
         return type(x), x
     raise TypeError(x)
 
 
-_PLAIN = {bool, int, float, str, NoneType, torch.dtype, torch.device, torch.layout}
+_PLAIN = {bool, int, str, NoneType, EllipsisType, torch.dtype, torch.device, torch.layout}
 _PLAIN |= {torch.memory_format}
 
 
-def _is_new(x: Any, operands: Any) -> bool:
-    """Return whether a tensor shares no operand's memory, and a copy of it has its strides."""
-    if type(x) is not FakeTensor or x.constant is not None or x._has_symbolic_sizes_strides:
-        return False
+def _copy(x: Any, operands: Any) -> Tensor | None:
+    """Return a copy of a tensor that shares no operand's memory; None where strides differ."""
+    if type(x) is not FakeTensor or x.storage_offset():
+        return None
     tensors = [y for y in pytree.tree_leaves(operands) if isinstance(y, Tensor)]
-    memory = {y.untyped_storage()._cdata for y in tensors}
-    is_apart = x.untyped_storage()._cdata not in memory and not x.storage_offset()
-    return is_apart and x.clone().stride() == x.stride()
+    if x.untyped_storage()._cdata in {y.untyped_storage()._cdata for y in tensors}:
+        return None
+    with _untraced():
+        copy = x.clone()
+    return copy if copy.stride() == x.stride() else None
 
 
 def traced() -> list[Node]:

@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from mdfuse.frontend.importing import capture, torch_tracing
+from mdfuse.frontend.importing.module_lines import line_of
 
 
 class Layers(nn.Module):
@@ -22,6 +23,7 @@ class Layers(nn.Module):
         super().__init__()
         self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
         self.norm = nn.RMSNorm(8)
+        self.running = nn.BatchNorm1d(3)
         self.c.requires_grad_(False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -41,7 +43,14 @@ class Layers(nn.Module):
         kept = [F.dropout(w, 0.5, training=way) for w in (y, z) for way in (False, True)]
         asked = [w.requires_grad for w in (y, self.b(x), frozen, low, self.c(x), both[1])]
         assert asked == [True, True, False, True, False, True]
-        return low, *rows, *views, *kept, self.norm(y), self.norm(z), frozen
+        scaled = [w * n for w in (y, z) for n in (0.0, -0.0, 1, True, 1.0)]
+        products = [v * w for v, w in ((y, z), (z, z), (z, y), (y, y))]
+        cut = [w[:, 1:n] for w in (y, z) for n in (2, 3)]  # views, which are written
+        cut[0].add_(1)
+        parts = [part for w in (y, z, y.float()) for part in w.chunk(2, -1)]
+        even = [self.running(w) for w in (y, z)]
+        normed = self.norm(y), self.norm(z), *(self.norm(x).unsqueeze_(0) for _ in range(2))
+        return low, *rows, *views, *kept, *scaled, *products, *cut, *parts, *even, *normed, frozen
 
 
 def noted(module: nn.Module, x: Tensor) -> list[Any]:
@@ -56,23 +65,56 @@ def noted(module: nn.Module, x: Tensor) -> list[Any]:
 def test_forms_are_those_of_torchs_own_way(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, x = Layers().to(device), torch.zeros(2, 3, 8, device=device)
     once = noted(module, x)
-    monkeypatch.setattr(capture, "forms_once", nullcontext)
+    monkeypatch.setattr(capture, "CallsOnce", nullcontext)
     assert str(once) == str(noted(module, x))
     assert sum("linear.default" in str(line) for line in once) == 7
 
 
-def test_a_form_is_computed_once_for_operands_of_one_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, is_new = list[Any](), torch_tracing._is_new
+def test_a_call_is_traced_once_for_operands_of_one_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, traced = list[Any](), torch_tracing._traced
 
-    def counted(x: Any, operands: Any) -> bool:
-        asked.append(x)
-        return is_new(x, operands)
+    def counted(*args: Any) -> Any:
+        asked.append(args)
+        return traced(*args)
 
-    monkeypatch.setattr(torch_tracing, "_is_new", counted)
+    monkeypatch.setattr(torch_tracing, "_traced", counted)
     capture.capture(nn.Sequential(*(nn.Linear(4, 4) for _ in range(2))), (torch.zeros(3, 4),))
     few = len(asked)
     capture.capture(nn.Sequential(*(nn.Linear(4, 4) for _ in range(9))), (torch.zeros(3, 4),))
     assert few > 0 and len(asked) == 2 * few
+
+
+def test_copies_of_nodes_are_of_their_own_module_and_line() -> None:
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)))
+    graph = capture.capture(module, (torch.zeros(3, 4),)).graph.graph
+    nodes = [n for n in graph.nodes if n.op == "call_function"]
+    owners = [[*n.meta["nn_module_stack"].values()][-1][0] for n in nodes]
+    assert owners == [f"module.{n}.{part}" for n in range(3) for part in range(2)]
+    lines = [str(line_of(n.meta["stack_trace"])) for n in nodes]
+    assert lines == lines[:2] * 3
+
+
+def test_a_function_of_the_users_is_traced_each_time() -> None:
+    """What it does may depend on more than its operands."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def scale(self, x: Tensor) -> Tensor:
+            if has_torch_function_unary(x):
+                y: Tensor = handle_torch_function(self.scale, (x,), x)
+                return y
+            self.calls += 1
+            return x * self.calls
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.scale(self.scale(self.scale(x)))
+
+    graph = capture.capture(Counting(), (torch.zeros(3, 4),)).graph.graph
+    factors = [n.args[1] for n in graph.nodes if n.op == "call_function"]
+    assert factors == [1, 2, 3]
 
 
 def test_an_operation_that_fails_says_so_each_time() -> None:
@@ -85,26 +127,12 @@ def test_an_operation_that_fails_says_so_each_time() -> None:
 
     with pytest.raises(Exception, match="cannot be exported"):
         capture.capture(Wrong(), (torch.zeros(2, 3, 4, 5),))
-    assert torch_tracing.OpOverload.__call__.__name__ == "__call__"
-
-
-def test_forms_of_each_fake_mode_are_its_own() -> None:
-    """Another thread may trace meanwhile, or the module itself."""
-
-    def is_own() -> bool:
-        with FakeTensorMode() as mode:
-            x, w, b = torch.empty(2, 3, 4), torch.empty(4, 4), torch.empty(4)
-            return torch.ops.aten.linear.default(x, w, b).fake_mode is mode
-
-    with torch_tracing.forms_once(), ThreadPoolExecutor(1) as pool:
-        others = [pool.submit(is_own) for _ in range(2)]
-        assert [is_own(), is_own(), *(x.result() for x in others)] == [True] * 4
 
 
 def test_exports_of_several_threads_take_turns() -> None:
-    plain = torch_tracing.OpOverload.__call__, torch_tracing.proxy.CapturedTraceback
+    plain = torch_tracing.proxy.CapturedTraceback
     modules = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
         lines = list(pool.map(lambda m: str(noted(m, torch.zeros(3, 4))), modules))
     assert lines == lines[:1] * 4
-    assert plain == (torch_tracing.OpOverload.__call__, torch_tracing.proxy.CapturedTraceback)
+    assert plain is torch_tracing.proxy.CapturedTraceback
