@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from operator import add
 from typing import NamedTuple
@@ -63,20 +64,16 @@ def prices(split: SplitAttention, has_ring: bool) -> list[Price]:
     values = split.fusion.values
     if any(is_symbolic(values[x].shape) for x in split.operands):
         return []
-    q, k, v = split.operands
-    passes = 2 if split.is_trained else 1
+    _, k, v = split.operands
+    _, of_keys, of_values = split.wanted
+    back = (*[k] * of_keys, *[v] * of_values)  # gradients travel as keys and values do
     of_mask = _bytes_of_mask(split, split.rows)
-    moved = passes * _moved(split, (k, v), split.read) + of_mask
-    forms = {"gather": (moved, _share_of_rows(split))}
+    forms = {"gather": (_moved(split, (k, v, *back), split.read) + of_mask, _share_of_rows(split))}
     if not split.because:
-        times = _times(split) if split.is_shared else 1
-        moved = _moved(split, (q, q), split.over_heads)
-        moved += times * _moved(split, (k, v), split.over_heads)
-        moved = passes * moved + _bytes_of_mask(split, split.over_heads(q))
-        forms["heads"] = moved, _share_of_heads(split)
+        forms["heads"] = _moved_by_heads(split), _share_of_heads(split)
     if has_ring:  # a gradient brings keys and values again
-        moved = (3 if split.is_trained else 1) * _moved(split, (k, v), split.whole) + of_mask
-        forms["ring"] = moved, _share_of_rows(split)
+        around = (*(k, v) * (1 + len(split.gradients)), *back)
+        forms["ring"] = _moved(split, around, split.whole) + of_mask, _share_of_rows(split)
     ranks = math.prod(split.rows.mesh.axis_size(a) for a in split.axes)
     work = _operations(split) / ranks * (3.5 if split.is_trained else 1) / PER_BYTE
     mask = _MADE * values[split.mask].bytes if split.mask is not None else 0
@@ -134,10 +131,25 @@ def _is_moved(split: SplitAttention, x: str, to: Layout) -> bool:
     )
 
 
-def _times(split: SplitAttention) -> int:
-    """Return the number of query heads per head of keys."""
-    q, k, _ = (split.shape(x)[HEADS] for x in split.operands)
-    return q // k
+def _moved_by_heads(split: SplitAttention) -> float:
+    """Return the bytes that arrive where positions are exchanged for heads, and back.
+
+    Heads of keys that ranks share are repeated before, and their gradients are added up behind.
+    """
+    q, k, v = split.operands
+    (of_query, *of_keys), y = split.wanted, split.expr.outputs[0]
+    rows = (*[q] * (1 + of_query), *[y] * (1 + len(split.gradients)))
+    moved, dim = _moved(split, rows, split.over_heads), split.dim(HEADS)
+    for x, gradients in zip((k, v), of_keys, strict=True):
+        value, layouts = split.fusion.values[x], (split.fusion.layout(x), split.over_heads(x))
+        shape, expanded = [*value.shape], value.expanded
+        if split.is_shared:
+            expanded |= {dim} if shape[dim] == 1 else set()
+            shape[dim] = split.shape(q)[dim]
+        many = replace(value, shape=(*shape,))
+        moved += received_bytes(replace(many, expanded=expanded), *layouts)
+        moved += gradients * received_bytes(many, *layouts)
+    return moved + _bytes_of_mask(split, split.over_heads(q))
 
 
 def _bytes_of_mask(split: SplitAttention, to: Layout) -> float:

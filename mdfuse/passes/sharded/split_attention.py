@@ -38,6 +38,13 @@ class SplitAttention:
         return bool(self.gradients)
 
     @property
+    def wanted(self) -> tuple[int, ...]:
+        """The number of gradients of query, keys and values that somebody reads."""
+        fusion, each = self.fusion, zip(*(e.outputs for e in self.gradients), strict=True)
+        counts = (sum(bool(fusion.consumers[x]) or x in fusion.returned for x in xs) for xs in each)
+        return (*counts,) if self.gradients else (0, 0, 0)
+
+    @property
     def operands(self) -> tuple[str, str, str]:
         q, k, v = map(str, self.expr.inputs[:3])
         return q, k, v

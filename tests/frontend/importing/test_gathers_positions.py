@@ -29,10 +29,13 @@ MODELS: dict[str, dict[str, Any]] = {
 LENGTH = 24
 
 
-def module_of(name: str) -> nn.Module:
+def module_of(name: str, layers: int = 1) -> nn.Module:
     torch.manual_seed(0)
     config = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")
-    module = getattr(transformers, f"{name}ForCausalLM")(config(**SMALL, **MODELS[name]))
+    sizes = {**SMALL, **MODELS[name], "num_hidden_layers": layers}
+    if "layer_types" in sizes:
+        sizes["layer_types"] = sizes["layer_types"] * layers
+    module = getattr(transformers, f"{name}ForCausalLM")(config(**sizes))
     assert isinstance(module, nn.Module)
     return module.train() if name == "GptOss" else module.double().train()
 
@@ -98,6 +101,25 @@ def test_a_step_is_torchs(length: int, zigzag: bool) -> None:
     module(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     for name, w in module.named_parameters():
         torch.testing.assert_close(updated[name], w.detach() - w.grad)
+
+
+@pytest.mark.parametrize(("name", "zigzag", "length"), [("Qwen3", True, 9), ("Gemma3", False, 3)])
+def test_stages_whose_meshes_split_positions(name: str, zigzag: bool, length: int) -> None:
+    """A row in each of two microbatches, in chunks of which some are short or empty."""
+    module = module_of(name, layers=2)
+    ids = torch.randint(3, 48, (2, length), generator=torch.Generator().manual_seed(length))
+    arguments = {"input_ids": ids, "labels": ids, "use_cache": False}
+    meshes = [DeviceMesh([2 * n, 2 * n + 1], axes=["cp"]) for n in range(2)]
+    layouts = {"input:*": {"cp": Shard(1, zigzag=zigzag)}}
+    model = mf.from_torch(module, (), arguments, stages=meshes, layouts=layouts)
+    sgd = partial(mf.optim.sgd, lr=1.0)
+    step = model.training_step(lambda loss, _: loss, optimizer=sgd, microbatches=2, schedule="1f1b")
+    weights = model.load()
+    ran = mf.simulate(step.compile(), step.arguments(weights, step.state(weights), ids, ids))
+    losses = [module(input_ids=x, labels=x, use_cache=False).loss for x in ids.split(1)]
+    torch.stack(losses).mean().backward()
+    for key, w in module.named_parameters():
+        torch.testing.assert_close(step.updated(ran.outputs)[key], w.detach() - w.grad)
 
 
 def test_the_report_says_where_zigzag_order_would_help(monkeypatch: pytest.MonkeyPatch) -> None:

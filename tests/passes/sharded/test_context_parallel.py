@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import re
 from typing import Any
 
 import pytest
@@ -151,3 +153,24 @@ def test_keys_that_are_not_trained_are_repeated_once(rows: int, form: str) -> No
     check_everywhere(program, tensors, [*torch.autograd.grad(want, query)])
     heads = sorted(c.shape[1] for c in program.communications)
     assert form == "ring" or heads == [1, 1, 4, 4, 4, 4][: 2 if form == "gather" else 6]
+
+
+@pytest.mark.parametrize("form", ["gather", "heads", "ring"])
+@pytest.mark.parametrize("wanted", ["", "q", "k", "qv", "qkv"])
+def test_prices_are_the_bytes_of_programs(form: str, wanted: str) -> None:
+    """Gradients that nobody reads do not travel; a head of keys for all ranks travels once."""
+    for shared, ranks, zigzag in itertools.product((1, 2, 4), (2, 4), (False, True)):
+        mesh, at = DeviceMesh.arange(cp=ranks), {"cp": Shard(2, zigzag=zigzag)}
+        sizes = {"q": (1, 4, 64, 4), "k": (1, shared, 64, 4), "v": (1, shared, 64, 6)}
+        with mf.FusionDefinition("priced") as fd:
+            given = {n: fd.define_tensor(x, mesh=mesh, layout=at) for n, x in sizes.items()}
+            y = mf.ops.attention(*given.values(), is_causal=True, enable_gqa=True).output
+            fd.add_output(y)
+            for x in mf.grad((y * y).sum(), [given[n] for n in wanted]) if wanted else ():
+                fd.add_output(x)
+        program = mf.compile(fd, Options(context=form))  # type: ignore[arg-type]
+        price = re.search(f"{form} ([0-9,]+) bytes", program.explain().partition("busiest")[2])
+        received = max(map(program.bytes_received, range(ranks)))
+        numbers = 4 * 2 * (ranks - 1) * bool(wanted)  # of rows, and of the sum: not all are priced
+        assert price is not None
+        assert received - numbers <= int(price[1].replace(",", "")) <= received
