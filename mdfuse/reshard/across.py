@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from mdfuse.communication import Communication
 from mdfuse.layouts.exchange import kept_terms
-from mdfuse.layouts.inter_host_volume import crossing_apart, least_gathering, least_reducing
 from mdfuse.layouts.layout import Layout, Replicate, Shard, replicated
 from mdfuse.layouts.recv_volume import (
     UNIT,
@@ -268,8 +267,7 @@ def _least_reduced(
     average = UNIT * math.prod(shape) * (terms + ranks // parts - 2) // ranks
     worst = max(UNIT * part_size(done, shape), average)
     if is_timed(source, done, shape):
-        crosses = least_reducing(done, shape, axes, terms_after)
-        return nanoseconds(1, worst, crosses, itemsize)
+        return nanoseconds(1, worst, 0, itemsize)
     return weighed(worst, average) - _ROUNDED
 
 
@@ -282,7 +280,7 @@ def _least_gathered(split: Layout, whole: Layout, shape: tuple[int, ...], itemsi
         return 0
     if not is_timed(split, whole, shape):
         return weighed(UNIT * lacks, 0)
-    return nanoseconds(1, UNIT * lacks, least_gathering(split, whole, shape), itemsize)
+    return nanoseconds(1, UNIT * lacks, 0, itemsize)
 
 
 def _least_arriving(
@@ -308,10 +306,9 @@ def _least_at_once(
         return 0
     worst, average = arriving_from_others(destination, shape, copies)
     if is_timed(source, destination, shape):
-        crosses = crossing_apart(source, destination, shape, terms, is_least=True) or 0
         is_exchange = is_apart and source.mesh.size > 1  # a Scatter is one message
         starts = least_messages(source, destination, shape, terms) if is_exchange else copies
-        return nanoseconds(starts, UNIT * worst, crosses, itemsize)
+        return nanoseconds(starts, UNIT * worst, 0, itemsize)
     cost = weighed(UNIT * worst, average)
     return dearer(cost) if terms > 1 else cost
 
