@@ -77,58 +77,6 @@ def messages(exchange: Exchange) -> int:
     return int(max(np.max(each), np.max(_meeting(destination, source) * terms - has_own)))
 
 
-def elements_by_host(side: Side) -> list[int]:
-    """Return the number of elements on each host; copies on one host count once.
-
-    >>> from mdfuse.layouts.layout import Layout
-    >>> mesh = DeviceMesh.arange(a=2, b=2).with_hosts([0, 0, 1, 1])
-    >>> elements_by_host(Side(Layout(mesh), (4, 4)))
-    [16, 16]
-    """
-    held = _held(side.mesh, tuple(a for a in side.mesh.axes if a in side.fixed))
-    sizes = part_sizes(side.layout, side.shape)[held.first]
-    elements = np.bincount(held.host, sizes).astype(int)
-    return [*map(int, elements[_each_host(side.mesh)])]
-
-
-def first_and_all(side: Side) -> tuple[int, int]:
-    """Return the elements on the first rank's host, and the sum over all hosts, as above.
-
-    >>> from mdfuse.layouts.layout import Layout
-    >>> mesh = DeviceMesh.arange(a=2, b=2).with_hosts([0, 0, 1, 1])
-    >>> first_and_all(Side(Layout(mesh), (4, 4)))
-    (16, 32)
-    """
-    elements, first = elements_by_host(side), (side.mesh.hosts or ())[0]
-    return elements[int(np.searchsorted(_each_host(side.mesh), first))], sum(elements)
-
-
-def hosts_of_terms(mesh: DeviceMesh, axes: tuple[str, ...]) -> int:
-    """Return the least number of hosts that the terms along some axes span.
-
-    >>> mesh = DeviceMesh.arange(a=2, b=2).with_hosts([0, 0, 1, 1])
-    >>> hosts_of_terms(mesh, ("a",)), hosts_of_terms(mesh, ("b",)), hosts_of_terms(mesh, ("a", "b"))
-    (2, 1, 2)
-    """
-    return -(-math.prod(map(mesh.axis_size, axes)) // parts_on_host(mesh, axes))
-
-
-@lru_cache(maxsize=256)
-def parts_on_host(mesh: DeviceMesh, axes: tuple[str, ...]) -> int:
-    """Return the largest number of different parts on one host, for splits along some axes.
-
-    >>> mesh = DeviceMesh.arange(a=2, b=2).with_hosts([0, 0, 1, 1])
-    >>> parts_on_host(mesh, ("a",)), parts_on_host(mesh, ("b",))
-    (1, 2)
-    """
-    return int(np.bincount(_held(mesh, axes).host).max())
-
-
-@lru_cache(maxsize=256)
-def _each_host(mesh: DeviceMesh) -> Any:
-    return np.unique(np.array(mesh.hosts))
-
-
 @lru_cache(maxsize=256)
 def _held(mesh: DeviceMesh, fixed: tuple[str, ...]) -> _Holders:
     """Return the parts and terms on each host of a mesh; `fixed` axes tell them apart."""

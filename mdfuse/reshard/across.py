@@ -28,7 +28,7 @@ from mdfuse.layouts.recv_volume import (
     weighed,
 )
 from mdfuse.reshard.block_steps import through_blocks
-from mdfuse.reshard.clock import is_timed, least_arriving, nanoseconds
+from mdfuse.reshard.clock import is_timed, nanoseconds
 from mdfuse.reshard.refined import on_common_mesh
 from mdfuse.reshard.splits import free_dims, placed, splits_of
 from mdfuse.reshard.step_cost import Local, Step, step_cost, step_time
@@ -122,10 +122,9 @@ def _cheapest(
 ) -> _Path:
     """Return the steps of the cheapest candidate; ties go to the first."""
     if is_timed(source, destination, shape):
-        least = least_arriving(source.mesh, destination, shape, itemsize)
-        return _soonest(ways, lambda step: _known_time(step, shape, itemsize), least)
+        return _soonest(ways, lambda step: _known_time(step, shape, itemsize))
     if not is_special(source, destination, shape):
-        return _soonest(ways, lambda step: step_cost(step, shape), 0)
+        return _soonest(ways, lambda step: step_cost(step, shape))
     planned = ((way, way.legs[0](), way.legs[1]()) for way in ways)
     _, first, last = min(planned, key=lambda way: _cost(way[0], way[1], way[2], shape))
     return (*first, *last)
@@ -166,7 +165,7 @@ class _Planned(NamedTuple):
         total, paths = max(way.together(*way.least), least), ((),) * len(way.legs)
         return _Planned(total, sum(way.least), 0, place, 0, way, way.least, paths)
 
-    def one_more(self, cost: Callable[[Step], int], least: int) -> _Planned:
+    def one_more(self, cost: Callable[[Step], int]) -> _Planned:
         """Return the candidate with one more leg planned."""
         way, spent, paths = self.way, [*self.spent], [*self.paths]
         leg = len(paths) - 1 - self.legs if way.is_last_first else self.legs
@@ -175,7 +174,7 @@ class _Planned(NamedTuple):
         spent[leg] = sum(map(cost, paths[leg]))
         steps = sum(map(len, paths)) + sum(bound > 0 for bound in later)
         return self._replace(
-            total=max(way.together(*spent), least),
+            total=way.together(*spent),
             work=sum(spent),
             steps=steps,
             legs=self.legs + 1,
@@ -184,14 +183,14 @@ class _Planned(NamedTuple):
         )
 
 
-def _soonest(ways: Iterable[_LegsPath], cost: Callable[[Step], int], least: int) -> _Path:
-    """Return the steps of the cheapest candidate; `least` is a lower bound of any cost.
+def _soonest(ways: Iterable[_LegsPath], cost: Callable[[Step], int]) -> _Path:
+    """Return the steps of the cheapest candidate.
 
     Ties go to the least sum of all legs, then to the fewest steps, then to the first candidate. The
     search is best-first: plan one more leg of the candidate with the least bound, until it is
     complete.
     """
-    frontier = [_Planned.none_of(way, (n,), least) for n, way in enumerate(ways)]
+    frontier = [_Planned.none_of(way, (n,), 0) for n, way in enumerate(ways)]
     if len(frontier) == 1 and frontier[0].way.ways is None:
         return tuple([step for find in frontier[0].way.legs for step in find()])
     heapq.heapify(frontier)
@@ -204,7 +203,7 @@ def _soonest(ways: Iterable[_LegsPath], cost: Callable[[Step], int], least: int)
         elif planned.legs == len(planned.paths):
             return tuple([step for path in planned.paths for step in path])
         else:
-            heapq.heappush(frontier, planned.one_more(cost, least))
+            heapq.heappush(frontier, planned.one_more(cost))
 
 
 #: each leg is a part of several candidates

@@ -18,13 +18,7 @@ from mdfuse.layouts.dim_rows import DimRows, dims_of
 from mdfuse.layouts.endpoints import Side
 from mdfuse.layouts.exchange import Exchange
 from mdfuse.layouts.hosts import pairs_apart, rings
-from mdfuse.layouts.inter_host_volume import (
-    crossing,
-    first_and_all,
-    hosts_of_terms,
-    messages,
-    parts_on_host,
-)
+from mdfuse.layouts.inter_host_volume import crossing, messages
 from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard
 from mdfuse.layouts.recv_volume import (
     UNIT,
@@ -62,8 +56,6 @@ class MoveCosts:
     leasts: dict[LayoutNode, int] = field(default_factory=dict)
     #: exchange -> its time
     times: dict[tuple[LayoutNode, LayoutNode], int] = field(default_factory=dict)
-    #: Partial axes -> lower bound of the inter-host volume
-    crossed: dict[tuple[int, ...], int] = field(default_factory=dict)
     #: node without terms -> endpoint of an exchange
     sides: dict[LayoutNode, Side] = field(default_factory=dict)
 
@@ -292,65 +284,14 @@ class MoveCosts:
     def _least(self, node: LayoutNode) -> int:
         if not self.is_timed:
             return self.least_arriving(node)
-        posts = self.least_posts(node)
         if self.goal_ops:
-            return nanoseconds(posts, 0, 0, self.itemsize)
+            return 0
         arrives = UNIT * self.part(self.end)
         if node.partial:
             arrives = max(arrives, self.shared(node))
         else:
             arrives = max(arrives - UNIT * self.part(node), 0)
-        return nanoseconds(posts, arrives, self.least_crossing(node), self.itemsize)
-
-    def least_posts(self, node: LayoutNode) -> int:
-        """Return a lower bound of the remaining communications.
-
-        Each reduce op needs one, and one more follows if ranks then lack elements; at the source,
-        one communication may do both.
-        """
-        if self.has_idle_axes:
-            return 0
-        posts = len({self.ops[a] for a in node.partial})
-        if self.goal_ops or (posts and node == self.start):
-            return posts
-        return posts + self.is_surely_lacking(node)
-
-    def is_surely_lacking(self, node: LayoutNode) -> bool:
-        """Return whether a quick test shows that some rank lacks rows.
-
-        The first rank lacks rows if parts grow. Another rank does if the axes that split a dim now
-        are not the outermost axes that split it at the end.
-        """
-        if self.part(self.end) > self.part(node):
-            return True
-        for dim, (axes, goal) in enumerate(zip(node.splits, self.end.splits, strict=True)):
-            if axes != goal[: len(axes)] and self.is_second_lacking(dim, axes):
-                return True
-        return False
-
-    def is_second_lacking(self, dim: int, axes: tuple[int, ...]) -> bool:
-        """True if a rank lacks rows of a dim whose axes are not the outermost ones at the end.
-
-        This rank is the second along the first axis that differs, and the first along all others.
-        Its part begins behind the first rows, some of which it needs.
-        """
-        goal = self.end.splits[dim]
-        same = next(i for i, a in enumerate(axes) if goal[i : i + 1] != (a,))
-        begins, first = self.second(dim, axes[: same + 1]), 0
-        if self.source.blocked or begins is None:
-            return False
-        for d, needed in enumerate(self.end.splits):
-            if axes[same] in needed:
-                needs = self.second(d, needed[: needed.index(axes[same]) + 1])
-                if needs is None:
-                    return False
-                first = needs if d == dim else first
-        return first < begins
-
-    def second(self, dim: int, axes: tuple[int, ...]) -> int | None:
-        """Return the start of the second part along the last of some axes; None if it is empty."""
-        begins = self.rows(dim, axes)
-        return begins if begins < self.rows(dim, axes[:-1]) else None
+        return nanoseconds(0, arrives, 0, self.itemsize)
 
     @cached_property
     def has_idle_axes(self) -> bool:
@@ -374,33 +315,6 @@ class MoveCosts:
         """Return the number of ranks that hold the same part."""
         fixed = self.count(sum(node.splits, node.partial)) * self.staying_terms
         return math.prod(self.sizes) // fixed
-
-    def least_crossing(self, node: LayoutNode) -> int:
-        """Return a lower bound of the elements into a host: the average for terms, else host 0.
-
-        The first host with the sum of terms on n hosts received n - 1 of them; each further host
-        that needs the sum receives one more.
-        """
-        mesh = self.source.mesh
-        if not node.partial:
-            parts = parts_on_host(mesh, tuple(mesh.axes[a] for a in sum(node.splits, ())))
-            return max(0, self.needed_on_hosts[0] - self.part(node) * parts * self.staying_terms)
-        if node.partial not in self.crossed:
-            hosts = hosts_of_terms(mesh, tuple(mesh.axes[a] for a in node.partial))
-            total = (
-                self.needed_on_hosts[1] + (hosts - 2) * math.prod(self.shape) * self.staying_terms
-            )
-            self.crossed[node.partial] = total // self.hosts if hosts > 1 else 0
-        return self.crossed[node.partial]
-
-    @cached_property
-    def needed_on_hosts(self) -> tuple[int, int]:
-        """The elements that the first host needs, and the sum over all hosts."""
-        return first_and_all(Side(self.layout(self.end), self.shape))
-
-    @cached_property
-    def hosts(self) -> int:
-        return len({*(self.source.mesh.hosts or ())})
 
     def least_arriving(self, node: LayoutNode) -> int:
         """Return a lower bound of the remaining receive volume, as a cost."""

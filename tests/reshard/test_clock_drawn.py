@@ -14,7 +14,7 @@ from layouts.test_exchange import held
 from mdfuse import DeviceMesh, Layout, Partial, Replicate, Shard
 from mdfuse.layouts.endpoints import Side
 from mdfuse.layouts.exchange import Exchange
-from mdfuse.layouts.inter_host_volume import crossing, first_and_all
+from mdfuse.layouts.inter_host_volume import crossing
 from mdfuse.layouts.layout import Placement
 from mdfuse.reshard import Step, across
 
@@ -106,14 +106,6 @@ def test_what_crosses_hosts(first: int) -> None:
         most = counted(source, goal, shape)
         where = (seed, source.mesh, source, goal.mesh, goal, shape)
         assert crossing(exchange) == most, where
-        on_host = Counter[int]()
-        for h in {*(goal.mesh.hosts or ())}:
-            there = (r for r, g in zip(goal.mesh, goal.mesh.hosts or (), strict=True) if g == h)
-            own = ({(terms(goal, goal.partial_axes, r), e) for e in held(goal, shape, r)}
-                   for r in there)  # fmt: skip
-            on_host[h] = len(set().union(*own))
-        want = on_host[(goal.mesh.hosts or ())[0]], sum(on_host.values())
-        assert first_and_all(exchange.destination) == want, where
 
 
 def forget() -> None:
@@ -134,9 +126,7 @@ def chosen(seed: int, hosts_known: bool = True) -> tuple[Step, ...]:
     return found
 
 
-def every_way(
-    ways: Iterable[across._LegsPath], cost: Callable[[Step], int], least: int
-) -> tuple[Step, ...]:
+def every_way(ways: Iterable[across._LegsPath], cost: Callable[[Step], int]) -> tuple[Step, ...]:
     """Return the cheapest of all ways, each followed to its end."""
     every = []
     for n, way in enumerate(ways):
@@ -144,7 +134,6 @@ def every_way(
         costs = [sum(map(cost, leg)) for leg in legs]
         assert all(a <= b for a, b in zip(way.least, costs, strict=True))
         total = max(costs) if way.is_apart else sum(costs)
-        assert total >= least
         every.append(((total, sum(costs), sum(map(len, legs)), n), (*legs[0], *legs[1])))
     return min(every)[1]
 
