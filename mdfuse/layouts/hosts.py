@@ -2,60 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from mdfuse.errors import MeshError
 from mdfuse.mesh import DeviceMesh
-
-
-class Digits(NamedTuple):
-    """The two digits of each axis of a mesh whose hosts follow its axes.
-
-    The first digit is the host, the second is the rank on that host.
-
-    Attributes:
-        far: the number of values of each axis' host digit.
-        near: the number of values of each axis' rank digit.
-    """
-
-    far: tuple[int, ...]
-    near: tuple[int, ...]
-
-    def hosts(self, axes: Collection[int]) -> int:
-        """Return the number of hosts along some axes."""
-        return math.prod([self.far[a] for a in axes])
-
-    def ranks(self, axes: Collection[int]) -> int:
-        """Return the number of ranks of one host along some axes."""
-        return math.prod([self.near[a] for a in axes])
-
-    def ranks_but(self, axes: Collection[int]) -> int:
-        """Return the number of ranks of one host along the other axes."""
-        return math.prod([n for a, n in enumerate(self.near) if a not in axes])
-
-
-@lru_cache(maxsize=256)
-def digits(mesh: DeviceMesh) -> Digits | None:
-    """Return the digits of a mesh whose hosts are known; None where its hosts do not follow axes.
-
-    >>> digits(DeviceMesh.arange(a=4, b=2).with_hosts([0] * 4 + [1] * 4))
-    Digits(far=(2, 1), near=(2, 2))
-    >>> digits(DeviceMesh.arange(a=3).with_hosts([0, 1, 1]))
-    """
-    hosts = np.array(mesh.hosts).reshape(mesh.shape)
-    far, near = list[int](), list[int]()
-    for i, n in enumerate(mesh.shape):
-        rows = np.moveaxis(hosts, i, 0).reshape(n, -1)
-        ends = np.flatnonzero((rows[1:] != rows[:-1]).any(1)) + 1
-        near.append(math.gcd(n, *ends.tolist()))
-        far.append(n // near[-1])
-    is_aligned = math.prod(far) == len(np.unique(hosts))
-    return Digits(tuple(far), tuple(near)) if is_aligned else None
 
 
 @lru_cache(maxsize=256)
@@ -145,9 +98,6 @@ def rings(mesh: DeviceMesh, axes: tuple[str, ...]) -> int:
     >>> rings(mesh, ("dp",)), rings(mesh, ("tp",)), rings(mesh, ("dp", "tp"))
     (4, 0, 1)
     """
-    axis_digits, along = digits(mesh), [*map(mesh.axis_index, axes)]
-    if axis_digits is not None:
-        return axis_digits.ranks_but(along) if axis_digits.hosts(along) > 1 else 0
     host, _, elsewhere = _in_teams(mesh, axes)
     return int(np.bincount(host, elsewhere > 0).max())
 
@@ -160,9 +110,5 @@ def pairs_apart(mesh: DeviceMesh, axes: tuple[str, ...]) -> int:
     >>> pairs_apart(mesh, ("dp",)), pairs_apart(mesh, ("tp",)), pairs_apart(mesh, ("dp", "tp"))
     (4, 0, 16)
     """
-    axis_digits, along = digits(mesh), [*map(mesh.axis_index, axes)]
-    if axis_digits is not None:
-        members = axis_digits.ranks(along)
-        return axis_digits.ranks_but(along) * members * members * (axis_digits.hosts(along) - 1)
     host, members, elsewhere = _in_teams(mesh, axes)
     return int(np.bincount(host, members * elsewhere).max())

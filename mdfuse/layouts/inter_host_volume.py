@@ -9,12 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mdfuse.layouts.dim_parts import Parts, shared
-from mdfuse.layouts.dim_rows import dims_of
 from mdfuse.layouts.endpoints import Side
 from mdfuse.layouts.exchange import Exchange
-from mdfuse.layouts.hosts import digits, hosts_by_rank
-from mdfuse.layouts.layout import Layout
-from mdfuse.layouts.mixed_radix import Aligned, Alone
+from mdfuse.layouts.hosts import hosts_by_rank
 from mdfuse.layouts.recv_volume import every_coordinate, part_sizes, rows_at
 from mdfuse.mesh import DeviceMesh
 
@@ -45,196 +42,39 @@ def crossing(exchange: Exchange) -> int:
     >>> crossing(Exchange(rows, columns))
     8
     """
-    return seen(exchange).crossing()
+    source, destination = exchange.source, exchange.destination
+    hosts = hosts_by_rank(source.mesh, destination.mesh)
+    fixed = tuple(a for a in source.mesh.axes if a in source.fixed)
+    held, receivers = _held(source.mesh, fixed), destination.mesh.array
+    lack = part_sizes(destination.layout, destination.shape) * source.count(exchange.reduced)
+    far = part_sizes(source.layout, source.shape)[held.first] * destination.count(
+        destination.free
+    )  # all receivers
+    if not are_apart(source.mesh, destination.mesh):  # subtract local copies
+        near = _near(source.mesh, fixed, destination.mesh)
+        overlap = _overlap(exchange, held, near, every_coordinate(destination.mesh))
+        lack = lack - overlap.sum(1)
+        local = np.bincount(near[0].reshape(-1), overlap.reshape(-1), len(held.key))
+        far = far - np.bincount(held.key, local)[held.key]
+    into = np.bincount(hosts[receivers], lack)
+    share = -(-far * held.holders // np.bincount(held.key, held.holders)[held.key].astype(int))
+    out = np.bincount(held.host, share)
+    return int(max(into.max(), out.max()))
 
 
 def messages(exchange: Exchange) -> int:
     """Return the message count of the busiest rank."""
-    return seen(exchange).messages()
-
-
-def seen(exchange: Exchange) -> Aligned | ByRank:
-    """Return the cost model of an exchange: by axis if hosts follow the axes, else by rank."""
-    return _aligned(exchange) or ByRank(exchange)
-
-
-class ByRank(NamedTuple):
-    """The cost model that examines every rank."""
-
-    exchange: Exchange
-
-    def crossing(self) -> int:
-        """Return the inter-host volume of the busiest host, in elements."""
-        exchange = self.exchange
-        source, destination = exchange.source, exchange.destination
-        terms = source.count(exchange.reduced)
-        apart = crossing_apart(source.layout, destination.layout, source.shape, terms)
-        if apart is not None:
-            return apart
-        hosts = hosts_by_rank(source.mesh, destination.mesh)
-        fixed = tuple(a for a in source.mesh.axes if a in source.fixed)
-        held, receivers = _held(source.mesh, fixed), destination.mesh.array
-        lack = part_sizes(destination.layout, destination.shape) * source.count(exchange.reduced)
-        far = part_sizes(source.layout, source.shape)[held.first] * destination.count(
-            destination.free
-        )  # all receivers
-        if not are_apart(source.mesh, destination.mesh):  # subtract local copies
-            near = _near(source.mesh, fixed, destination.mesh)
-            overlap = _overlap(exchange, held, near, every_coordinate(destination.mesh))
-            lack = lack - overlap.sum(1)
-            local = np.bincount(near[0].reshape(-1), overlap.reshape(-1), len(held.key))
-            far = far - np.bincount(held.key, local)[held.key]
-        into = np.bincount(hosts[receivers], lack)
-        share = -(-far * held.holders // np.bincount(held.key, held.holders)[held.key].astype(int))
-        out = np.bincount(held.host, share)
-        return int(max(into.max(), out.max()))
-
-    def messages(self) -> int:
-        """Return the message count of the busiest rank."""
-        exchange = self.exchange
-        source, destination = exchange.source, exchange.destination
-        copies, turns = destination.count(destination.free), source.count(source.free)
-        terms = source.count(exchange.reduced)
-        if source.mesh != destination.mesh:
-            sent, got = _most_met(source, destination), _most_met(destination, source)
-            return max(-(-sent * copies // turns), got * terms)
-        at = every_coordinate(source.mesh)
-        both = (_shared(exchange, dim, at, at) for dim in range(len(source.shape)))
-        has_own: Any = np.prod([np.zeros(source.mesh.size, int) + n for n in both], 0) > 0
-        each = -(-_meeting(source, destination) * copies // turns) - has_own
-        return int(max(np.max(each), np.max(_meeting(destination, source) * terms - has_own)))
-
-
-def _aligned(exchange: Exchange) -> Aligned | None:
-    """Return the model by axis of an exchange on one mesh; None if hosts do not follow its axes."""
     source, destination = exchange.source, exchange.destination
-    if source.mesh != destination.mesh or source.layout.reaches or destination.layout.reaches:
-        return None
-    axis_digits, index = digits(source.mesh), source.mesh.axes.index
-    if axis_digits is None:
-        return None
-    have, need = (tuple(tuple(map(index, axes)) for axes in x.split) for x in (source, destination))
-    terms, goal_terms = ([*map(index, x.layout.partial_axes)] for x in (source, destination))
-    dims = dims_of(source.layout, destination.layout, source.shape, axis_digits.near)
-    kept_axes = [index(a) for a, _ in exchange.staying]
-    return Aligned(axis_digits, dims, have, need, terms, goal_terms, kept_axes)
-
-
-def crossing_apart(
-    source: Layout, destination: Layout, shape: tuple[int, ...], terms: int, is_least: bool = False
-) -> int | None:
-    """Return the inter-host volume between disjoint hosts; None if hosts do not follow the axes.
-
-    Args:
-        source: the layout before.
-        destination: the layout afterwards.
-        shape: global extents, numbers.
-        terms: the number of terms of each element that each rank receives.
-        is_least: return a quick lower bound instead.
-    """
-    if not are_apart(source.mesh, destination.mesh):
-        return None
-    sides = _alone(source, shape), _alone(destination, shape)
-    if sides[0] is None or sides[1] is None:
-        return None
-    gives = sides[0].gives_at_least if is_least else sides[0].given
-    return max(sides[1].received * terms, gives(sides[1].alike))
-
-
-def least_gathering(split: Layout, whole: Layout, shape: tuple[int, ...]) -> int:
-    """Return a lower bound of the elements into a host in the gather of a finer split."""
-    sides = _alone(split, shape), _alone(whole, shape)
-    if sides[0] is None or sides[1] is None:
-        return 0
-    return sides[1].first_and_all[0] - sides[0].first_and_all[0]
-
-
-def least_reducing(done: Layout, shape: tuple[int, ...], axes: tuple[str, ...], apart: int) -> int:
-    """Return a lower bound of the average elements into a host in a reduction along some axes.
-
-    The first host with the sum of terms on n hosts received n - 1 of them; each further host that
-    needs the sum receives one more.
-
-    Args:
-        done: the layout after the reduction.
-        shape: global extents, numbers.
-        axes: the axes of the reduced terms.
-        apart: the number of terms that stay apart.
-    """
-    hosts, alone = hosts_of_terms(done.mesh, axes), _alone(done, shape)
-    if hosts == 1 or alone is None:
-        return 0
-    total = alone.first_and_all[1] + (hosts - 2) * math.prod(shape) * apart
-    return total // math.prod(alone.digits.far)
-
-
-@lru_cache(maxsize=1024)
-def _alone(layout: Layout, shape: tuple[int, ...]) -> Alone | None:
-    """Return the parts on the hosts of a mesh; None if hosts do not follow its axes."""
-    axis_digits, index = digits(layout.mesh), layout.mesh.axes.index
-    if axis_digits is None or layout.reaches:
-        return None
-    dims = dims_of(layout, layout, shape, axis_digits.near)
-    splits = tuple([tuple(map(index, layout.split_axes(d))) for d in range(len(shape))])
-    return Alone(axis_digits, dims, splits, [*map(index, layout.partial_axes)])
-
-
-def elements_by_host(side: Side) -> list[int]:
-    """Return the number of elements on each host; copies on one host count once.
-
-    >>> from mdfuse.layouts.layout import Layout
-    >>> mesh = DeviceMesh.arange(a=2, b=2).with_hosts([0, 0, 1, 1])
-    >>> elements_by_host(Side(Layout(mesh), (4, 4)))
-    [16, 16]
-    """
-    held = _held(side.mesh, tuple(a for a in side.mesh.axes if a in side.fixed))
-    sizes = part_sizes(side.layout, side.shape)[held.first]
-    elements = np.bincount(held.host, sizes).astype(int)
-    return [*map(int, elements[_each_host(side.mesh)])]
-
-
-def first_and_all(side: Side) -> tuple[int, int]:
-    """Return the elements on the first rank's host, and the sum over all hosts, as above.
-
-    >>> from mdfuse.layouts.layout import Layout
-    >>> mesh = DeviceMesh.arange(a=2, b=2).with_hosts([0, 0, 1, 1])
-    >>> first_and_all(Side(Layout(mesh), (4, 4)))
-    (16, 32)
-    """
-    alone = _alone(side.layout, side.shape)
-    if alone is not None:
-        return alone.first_and_all
-    elements, first = elements_by_host(side), (side.mesh.hosts or ())[0]
-    return elements[int(np.searchsorted(_each_host(side.mesh), first))], sum(elements)
-
-
-def hosts_of_terms(mesh: DeviceMesh, axes: tuple[str, ...]) -> int:
-    """Return the least number of hosts that the terms along some axes span.
-
-    >>> mesh = DeviceMesh.arange(a=2, b=2).with_hosts([0, 0, 1, 1])
-    >>> hosts_of_terms(mesh, ("a",)), hosts_of_terms(mesh, ("b",)), hosts_of_terms(mesh, ("a", "b"))
-    (2, 1, 2)
-    """
-    return -(-math.prod(map(mesh.axis_size, axes)) // parts_on_host(mesh, axes))
-
-
-@lru_cache(maxsize=256)
-def parts_on_host(mesh: DeviceMesh, axes: tuple[str, ...]) -> int:
-    """Return the largest number of different parts on one host, for splits along some axes.
-
-    >>> mesh = DeviceMesh.arange(a=2, b=2).with_hosts([0, 0, 1, 1])
-    >>> parts_on_host(mesh, ("a",)), parts_on_host(mesh, ("b",))
-    (1, 2)
-    """
-    axis_digits = digits(mesh)
-    if axis_digits is not None:
-        return axis_digits.ranks([*map(mesh.axis_index, axes)])
-    return int(np.bincount(_held(mesh, axes).host).max())
-
-
-@lru_cache(maxsize=256)
-def _each_host(mesh: DeviceMesh) -> Any:
-    return np.unique(np.array(mesh.hosts))
+    copies, turns = destination.count(destination.free), source.count(source.free)
+    terms = source.count(exchange.reduced)
+    if source.mesh != destination.mesh:
+        sent, got = _most_met(source, destination), _most_met(destination, source)
+        return max(-(-sent * copies // turns), got * terms)
+    at = every_coordinate(source.mesh)
+    both = (_shared(exchange, dim, at, at) for dim in range(len(source.shape)))
+    has_own: Any = np.prod([np.zeros(source.mesh.size, int) + n for n in both], 0) > 0
+    each = -(-_meeting(source, destination) * copies // turns) - has_own
+    return int(max(np.max(each), np.max(_meeting(destination, source) * terms - has_own)))
 
 
 @lru_cache(maxsize=256)

@@ -287,29 +287,3 @@ def part_size(layout: Layout, shape: tuple[int, ...]) -> int:
     if is_symbolic(shape):
         return math.prod(layout.local_shape(shape))
     return math.prod([layout.parts(d, n).first for d, n in enumerate(shape)])
-
-
-def least_messages(source: Layout, destination: Layout, shape: tuple[int, ...], terms: int) -> int:
-    """Return a lower bound of the messages that the busiest rank sends or receives.
-
-    The first rank has the largest parts; each overlaps at least as many parts as fit into it. No
-    dim is in blocks.
-
-    Args:
-        source: the layout before, of any of the terms.
-        destination: the layout afterwards.
-        shape: global extents, numbers.
-        terms: the number of terms of each element.
-    """
-    sent, got = 1, terms
-    for dim, extent in enumerate(shape):
-        held, needed = (x.parts(dim, extent).first for x in (source, destination))
-        sent, got = sent * -(-held // needed), got * -(-needed // held)
-    copies, turns = (_alike(layout) for layout in (destination, source))
-    return max(-(-sent * copies // turns), got)
-
-
-def _alike(layout: Layout) -> int:
-    """Return the number of ranks that hold the same part."""
-    size_of, split = layout.mesh.axis_size, [a for _, axes in layout.splits for a in axes]
-    return layout.mesh.size // math.prod(map(size_of, (*split, *layout.partial_axes)))

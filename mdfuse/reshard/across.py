@@ -15,29 +15,20 @@ from typing import NamedTuple
 
 from mdfuse.communication import Communication
 from mdfuse.layouts.exchange import kept_terms
-from mdfuse.layouts.inter_host_volume import crossing_apart, least_gathering, least_reducing
 from mdfuse.layouts.layout import Layout, Replicate, Shard, replicated
 from mdfuse.layouts.recv_volume import (
-    UNIT,
-    arriving_from_others,
-    dearer,
     have_no_rank_in_common,
     is_lacking,
     is_special,
-    least_messages,
-    part_size,
-    weighed,
 )
 from mdfuse.reshard.block_steps import through_blocks
-from mdfuse.reshard.clock import is_timed, least_arriving, nanoseconds
+from mdfuse.reshard.clock import is_timed
 from mdfuse.reshard.refined import on_common_mesh
 from mdfuse.reshard.splits import free_dims, placed, splits_of
 from mdfuse.reshard.step_cost import Local, Step, step_cost, step_time
 
 _Steps = Callable[[Layout, Layout, tuple[int, ...], int], tuple[Step, ...]]
 _Path = tuple[Step, ...]
-#: Largest rounding error in the cost of a path.
-_ROUNDED = 16
 #: the same for one itemsize
 _Find = Callable[[Layout, Layout, tuple[int, ...]], _Path]
 
@@ -47,14 +38,12 @@ class _LegsPath(NamedTuple):
 
     Attributes:
         legs: one function per leg, which returns its steps.
-        least: lower bounds of the legs' costs.
         is_apart: whether the legs have disjoint receivers, so that the longer leg alone counts.
         is_last_first: whether to plan the last leg first.
         ways: yields refinements of this candidate; None if it is final.
     """
 
     legs: tuple[Callable[[], _Path], ...]
-    least: tuple[int, ...] = (0, 0)
     is_apart: bool = False
     is_last_first: bool = False
     ways: Callable[[], Iterator[_LegsPath]] | None = None
@@ -90,11 +79,11 @@ def across(
         )
         return _cheapest(ways, source, destination, shape, itemsize)
     if len(staying) < len(source.reduce_ops):
-        candidates = _reducing(source, destination, shape, itemsize, steps)
+        candidates = _reducing(source, destination, shape, steps)
     elif not staying and not is_lacking(source, destination, shape):
         return _as_it_is(source, destination)
     else:
-        candidates = _moved(source, destination, shape, itemsize, steps)
+        candidates = _moved(source, destination, shape, steps)
     return _cheapest(candidates, source, destination, shape, itemsize)
 
 
@@ -123,10 +112,9 @@ def _cheapest(
 ) -> _Path:
     """Return the steps of the cheapest candidate; ties go to the first."""
     if is_timed(source, destination, shape):
-        least = least_arriving(source.mesh, destination, shape, itemsize)
-        return _soonest(ways, lambda step: _known_time(step, shape, itemsize), least)
+        return _soonest(ways, lambda step: _known_time(step, shape, itemsize))
     if not is_special(source, destination, shape):
-        return _soonest(ways, lambda step: step_cost(step, shape), 0)
+        return _soonest(ways, lambda step: step_cost(step, shape))
     planned = ((way, way.legs[0](), way.legs[1]()) for way in ways)
     _, first, last = min(planned, key=lambda way: _cost(way[0], way[1], way[2], shape))
     return (*first, *last)
@@ -148,7 +136,7 @@ class _Planned(NamedTuple):
         place: the place of the candidate among all; refinements follow their candidate.
         legs: the number of planned legs.
         way: the candidate.
-        spent: the costs of the planned legs, and lower bounds of the others.
+        spent: the costs of the planned legs, 0 of the others.
         paths: the steps of each leg; () of those that are not planned.
     """
 
@@ -162,37 +150,35 @@ class _Planned(NamedTuple):
     paths: tuple[_Path, ...]
 
     @staticmethod
-    def none_of(way: _LegsPath, place: tuple[int, ...], least: int) -> _Planned:
+    def none_of(way: _LegsPath, place: tuple[int, ...], least: int = 0) -> _Planned:
         """Return a candidate before any leg is planned; `least` is a lower bound of its cost."""
-        total, paths = max(way.together(*way.least), least), ((),) * len(way.legs)
-        return _Planned(total, sum(way.least), 0, place, 0, way, way.least, paths)
+        legs = len(way.legs)
+        return _Planned(least, 0, 0, place, 0, way, (0,) * legs, ((),) * legs)
 
-    def one_more(self, cost: Callable[[Step], int], least: int) -> _Planned:
+    def one_more(self, cost: Callable[[Step], int]) -> _Planned:
         """Return the candidate with one more leg planned."""
         way, spent, paths = self.way, [*self.spent], [*self.paths]
         leg = len(paths) - 1 - self.legs if way.is_last_first else self.legs
-        later = spent[:leg] if way.is_last_first else spent[leg + 1 :]
         paths[leg] = way.legs[leg]()
         spent[leg] = sum(map(cost, paths[leg]))
-        steps = sum(map(len, paths)) + sum(bound > 0 for bound in later)
         return self._replace(
-            total=max(way.together(*spent), least),
+            total=way.together(*spent),
             work=sum(spent),
-            steps=steps,
+            steps=sum(map(len, paths)),
             legs=self.legs + 1,
             spent=tuple(spent),
             paths=tuple(paths),
         )
 
 
-def _soonest(ways: Iterable[_LegsPath], cost: Callable[[Step], int], least: int) -> _Path:
-    """Return the steps of the cheapest candidate; `least` is a lower bound of any cost.
+def _soonest(ways: Iterable[_LegsPath], cost: Callable[[Step], int]) -> _Path:
+    """Return the steps of the cheapest candidate.
 
     Ties go to the least sum of all legs, then to the fewest steps, then to the first candidate. The
     search is best-first: plan one more leg of the candidate with the least bound, until it is
     complete.
     """
-    frontier = [_Planned.none_of(way, (n,), least) for n, way in enumerate(ways)]
+    frontier = [_Planned.none_of(way, (n,)) for n, way in enumerate(ways)]
     if len(frontier) == 1 and frontier[0].way.ways is None:
         return tuple([step for find in frontier[0].way.legs for step in find()])
     heapq.heapify(frontier)
@@ -205,7 +191,7 @@ def _soonest(ways: Iterable[_LegsPath], cost: Callable[[Step], int], least: int)
         elif planned.legs == len(planned.paths):
             return tuple([step for path in planned.paths for step in path])
         else:
-            heapq.heappush(frontier, planned.one_more(cost, least))
+            heapq.heappush(frontier, planned.one_more(cost))
 
 
 #: each leg is a part of several candidates
@@ -217,7 +203,7 @@ def _as_it_is(source: Layout, destination: Layout) -> _Path:
 
 
 def _moved(
-    source: Layout, destination: Layout, shape: tuple[int, ...], itemsize: int, steps: _Find
+    source: Layout, destination: Layout, shape: tuple[int, ...], steps: _Find
 ) -> Iterator[_LegsPath]:
     """Yield candidates without a reduction: one communication; with known hosts also finer splits.
 
@@ -226,10 +212,9 @@ def _moved(
     """
     yield _LegsPath((tuple, partial(_moving, source, destination, shape)))
     if is_timed(source, destination, shape):
-        for split, least in _finer(destination, shape, itemsize):
-            first = _least_at_once(source, split, shape, itemsize)
+        for split in _finer(destination, shape):
             legs = partial(_moving, source, split, shape), partial(steps, split, destination, shape)
-            yield _LegsPath(legs, (first, least))
+            yield _LegsPath(legs)
 
 
 def _moving(source: Layout, destination: Layout, shape: tuple[int, ...]) -> _Path:
@@ -254,68 +239,6 @@ def _moving(source: Layout, destination: Layout, shape: tuple[int, ...]) -> _Pat
     return one("Exchange")
 
 
-def _least_reduced(
-    source: Layout, done: Layout, shape: tuple[int, ...], itemsize: int, axes: tuple[str, ...]
-) -> int:
-    """Return a quick lower bound of the cost to reduce terms along some axes on one mesh."""
-    if is_special(source, done, shape):
-        return 0
-    mesh = source.mesh
-    terms = math.prod(map(mesh.axis_size, axes))
-    terms_after = math.prod([mesh.axis_size(a) for a in done.partial_axes])
-    parts = math.prod([mesh.axis_size(a) for _, axes in done.splits for a in axes])
-    ranks = mesh.size // terms_after
-    average = UNIT * math.prod(shape) * (terms + ranks // parts - 2) // ranks
-    worst = max(UNIT * part_size(done, shape), average)
-    if is_timed(source, done, shape):
-        crosses = least_reducing(done, shape, axes, terms_after)
-        return nanoseconds(1, worst, crosses, itemsize)
-    return weighed(worst, average) - _ROUNDED
-
-
-def _least_gathered(split: Layout, whole: Layout, shape: tuple[int, ...], itemsize: int) -> int:
-    """Return a quick lower bound of the cost to gather a finer split."""
-    if is_special(split, whole, shape):
-        return 0
-    lacks = part_size(whole, shape) - part_size(split, shape)
-    if lacks == 0:
-        return 0
-    if not is_timed(split, whole, shape):
-        return weighed(UNIT * lacks, 0)
-    return nanoseconds(1, UNIT * lacks, least_gathering(split, whole, shape), itemsize)
-
-
-def _least_arriving(
-    source: Layout, destination: Layout, shape: tuple[int, ...], itemsize: int
-) -> int:
-    """Return a lower bound of the cost until a mesh has its parts, for any steps."""
-    is_apart = have_no_rank_in_common(source.mesh, destination.mesh)
-    if not is_apart or is_special(source, destination, shape):
-        return 0
-    worst, average = arriving_from_others(destination, shape, 1)
-    if is_timed(source, destination, shape):
-        return nanoseconds(1, UNIT * worst, 0, itemsize)
-    return weighed(UNIT * worst, average) - _ROUNDED
-
-
-def _least_at_once(
-    source: Layout, destination: Layout, shape: tuple[int, ...], itemsize: int, terms: int = 1
-) -> int:
-    """Return a quick lower bound of the cost of one exchange of some terms."""
-    is_apart = have_no_rank_in_common(source.mesh, destination.mesh)
-    copies = terms if is_apart else terms - 1
-    if copies == 0 or is_special(source, destination, shape):
-        return 0
-    worst, average = arriving_from_others(destination, shape, copies)
-    if is_timed(source, destination, shape):
-        crosses = crossing_apart(source, destination, shape, terms, is_least=True) or 0
-        is_exchange = is_apart and source.mesh.size > 1  # a Scatter is one message
-        starts = least_messages(source, destination, shape, terms) if is_exchange else copies
-        return nanoseconds(starts, UNIT * worst, crosses, itemsize)
-    cost = weighed(UNIT * worst, average)
-    return dearer(cost) if terms > 1 else cost
-
-
 def _alone(step: Step) -> _Path:
     return (step,)
 
@@ -329,7 +252,7 @@ def _only_split(layout: Layout) -> tuple[str, int] | None:
 
 
 def _reducing(
-    source: Layout, destination: Layout, shape: tuple[int, ...], itemsize: int, steps: _Find
+    source: Layout, destination: Layout, shape: tuple[int, ...], steps: _Find
 ) -> Iterator[_LegsPath]:
     """Yield candidates that reduce a Partial and move it to another mesh, preferred ones first."""
     staying = dict(kept_terms(source, destination))
@@ -342,16 +265,13 @@ def _reducing(
             (partial(_alone, first), partial(steps, at_root, destination, shape)), is_apart=True
         )
     is_apart = have_no_rank_in_common(source.mesh, destination.mesh)
-    terms = math.prod(map(source.mesh.axis_size, axes))
-    comes = 0 if staying else _least_arriving(source, destination, shape, itemsize)
     is_known = is_apart and not staying and is_timed(source, destination, shape)
     for done in splits_of(source, axes, shape):
         reduced = partial(steps, source, done, shape)
-        least = _least_reduced(source, done, shape, itemsize, axes)
         legs = reduced, partial(steps, done, destination, shape)
-        onward = partial(_on_from, reduced, least, done, destination, shape, itemsize, steps)
+        onward = partial(_on_from, reduced, done, destination, shape, steps)
         ways = onward if is_known else None
-        yield _LegsPath(legs, (least, comes), is_apart, is_last_first=True, ways=ways)
+        yield _LegsPath(legs, is_apart, is_last_first=True, ways=ways)
     if len(ops) == 1 and not staying and source.stream is None:
         (op,) = ops
         for split in splits_of(destination, (), shape):
@@ -359,24 +279,19 @@ def _reducing(
                 kind="ReduceExchange", source=source, destination=split, reduce_op=op
             )
             legs = partial(_alone, at_once), partial(steps, split, destination, shape)
-            least = _least_at_once(source, split, shape, itemsize, terms)
-            yield _LegsPath(legs, (least, _least_gathered(split, destination, shape, itemsize)))
+            yield _LegsPath(legs)
 
 
 def _on_from(
     first: Callable[[], _Path],
-    least: int,
     done: Layout,
     destination: Layout,
     shape: tuple[int, ...],
-    itemsize: int,
     steps: _Find,
 ) -> Iterator[_LegsPath]:
     """Yield candidates that reduce the terms first, one for each choice of the later steps."""
-    for way in _moved(done, destination, shape, itemsize, steps):
-        yield way._replace(
-            legs=(first, *way.legs), least=(least, *way.least), is_apart=True, is_last_first=True
-        )
+    for way in _moved(done, destination, shape, steps):
+        yield way._replace(legs=(first, *way.legs), is_apart=True, is_last_first=True)
 
 
 def _to_one_rank(
@@ -396,14 +311,12 @@ def _to_one_rank(
 
 
 @lru_cache(maxsize=256)
-def _finer(layout: Layout, shape: tuple[int, ...], itemsize: int) -> tuple[tuple[Layout, int], ...]:
-    return tuple(_splits_finer(layout, shape, itemsize))
+def _finer(layout: Layout, shape: tuple[int, ...]) -> tuple[Layout, ...]:
+    return tuple(_splits_finer(layout, shape))
 
 
-def _splits_finer(
-    layout: Layout, shape: tuple[int, ...], itemsize: int
-) -> Iterator[tuple[Layout, int]]:
-    """Yield splits of one dim over some replicated axes, each with a lower bound of its gather."""
+def _splits_finer(layout: Layout, shape: tuple[int, ...]) -> Iterator[Layout]:
+    """Yield splits of one dim over some replicated axes."""
     free = [a for a, p in layout.by_axis().items() if isinstance(p, Replicate)]
     free = [a for a in free if layout.mesh.axis_size(a) > 1]
     room = layout.local_shape(shape)
@@ -412,5 +325,4 @@ def _splits_finer(
             for axes in combinations(free, n):
                 parts = math.prod(map(layout.mesh.axis_size, axes))
                 if room[dim] >= parts:
-                    split = placed(layout, axes, Shard(dim))
-                    yield split, _least_gathered(split, layout, shape, itemsize)
+                    yield placed(layout, axes, Shard(dim))

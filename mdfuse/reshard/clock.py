@@ -15,7 +15,7 @@ from mdfuse.communication import Communication
 from mdfuse.layouts.endpoints import Side
 from mdfuse.layouts.exchange import Exchange
 from mdfuse.layouts.hosts import hosts_by_rank, pairs_apart, rings
-from mdfuse.layouts.inter_host_volume import are_apart, crossing, first_and_all, messages
+from mdfuse.layouts.inter_host_volume import crossing, messages
 from mdfuse.layouts.layout import Layout
 from mdfuse.layouts.recv_volume import UNIT, arriving, is_special, part_size
 from mdfuse.mesh import DeviceMesh
@@ -67,19 +67,6 @@ def crossing_of(comm: Communication, shape: tuple[int, ...]) -> int:
     if comm.is_along_axes:
         return along(comm.kind, comm.source.mesh, comm.axes, before, after)
     return _between(comm, before, after)
-
-
-def least_arriving(
-    mesh: DeviceMesh, destination: Layout, shape: tuple[int, ...], itemsize: int
-) -> int:
-    """Return a lower bound of the time until the destination has its data; 0 on shared hosts.
-
-    A Partial destination gives 0, too: most of its terms are neutral elements, which need no data.
-    """
-    if destination.partial_axes or not are_apart(mesh, destination.mesh):
-        return 0
-    comes, _ = first_and_all(Side(destination, shape))
-    return nanoseconds(1, 0, comes, itemsize)
 
 
 def _exchange(comm: Communication, shape: tuple[int, ...]) -> Exchange:

@@ -11,16 +11,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 from mdfuse.extents.expressions import terms
 from mdfuse.layouts.dim_rows import DimRows, dims_of
 from mdfuse.layouts.endpoints import Side
 from mdfuse.layouts.exchange import Exchange
-from mdfuse.layouts.hosts import Digits, digits, pairs_apart, rings
-from mdfuse.layouts.inter_host_volume import ByRank, first_and_all, hosts_of_terms, parts_on_host
+from mdfuse.layouts.hosts import pairs_apart, rings
+from mdfuse.layouts.inter_host_volume import crossing, messages
 from mdfuse.layouts.layout import Layout, Partial, Placement, Replicate, Shard
-from mdfuse.layouts.mixed_radix import Aligned, Splits
 from mdfuse.layouts.recv_volume import (
     UNIT,
     arriving,
@@ -44,8 +43,6 @@ class MoveCosts:
     shape: tuple[int, ...]
     itemsize: int
     carriers: Carriers = ()
-    #: whether the largest receive volume alone counts, not the average
-    is_worst_alone: bool = False
     #: whether replicas share no reduction
     is_plain: bool = False
     layouts: dict[LayoutNode, Layout] = field(default_factory=dict)
@@ -57,17 +54,13 @@ class MoveCosts:
     left: dict[LayoutNode, int] = field(default_factory=dict)
     #: node -> lower bound of the remaining cost
     leasts: dict[LayoutNode, int] = field(default_factory=dict)
-    #: exchange -> inter-host volume
-    crossings: dict[tuple[LayoutNode, LayoutNode], int] = field(default_factory=dict)
-    #: Partial axes -> lower bound of the inter-host volume
-    crossed: dict[tuple[int, ...], int] = field(default_factory=dict)
+    #: exchange -> its time
+    times: dict[tuple[LayoutNode, LayoutNode], int] = field(default_factory=dict)
     #: node without terms -> endpoint of an exchange
     sides: dict[LayoutNode, Side] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        (self.parts, self.counts, self.teams, self.lacks, self.spread) = tables_of(
-            self.source, self.shape
-        )
+        self.parts, self.counts, self.teams, self.lacks = tables_of(self.source, self.shape)
 
     # -- nodes and layouts -----------------------------------------------------------------------
 
@@ -189,15 +182,14 @@ class MoveCosts:
             return self.exchange(node, move.after) if self.is_timed else self.to_go(node)
         if move.kind == "ReduceExchange":
             exchanged = self.exchange(node, move.after)
-            return exchanged if self.is_timed else self.dearer(exchanged)
+            return exchanged if self.is_timed else dearer(exchanged)
         parts = self.part(node), self.part(move.after)
         arrives = arriving(move.kind, self.count(move.axes), *parts)
         if not self.is_timed:
-            price: int = self.later(arrives, move, node)
-            return price
+            return self.later(arrives, move, node)
         return nanoseconds(1, arrives, self.between_hosts(move, parts), self.itemsize)
 
-    def later(self, arrives: Any, move: Move, node: LayoutNode) -> Any:
+    def later(self, arrives: int, move: Move, node: LayoutNode) -> int:
         """Return what arrives, an eighth dearer where a sum along one axis waits for no split.
 
         Gradients are split along an inner axis, and summed along an outer one, whose ranks may be
@@ -221,75 +213,23 @@ class MoveCosts:
 
     def weighed(self, worst: int, average: int) -> int:
         """Return the cost from the largest and the average receive volume."""
-        is_worst_alone = self.is_worst_alone or self.is_timed
-        return worst if is_worst_alone else weighed(worst, average)
-
-    def dearer(self, cost: int) -> int:
-        """Return the cost of a ReduceExchange: collectives that cost little more are preferred."""
-        return cost * 9 // 8 if self.is_worst_alone else dearer(cost)
+        return worst if self.is_timed else weighed(worst, average)
 
     def exchange(self, node: LayoutNode, after: LayoutNode) -> int:
         """Return the cost of an exchange; it also reduces the node's Partial axes."""
         worst, average = self.lack(node, after, self.count(node.partial) - 1)
-        arrives = UNIT * worst
         if not self.is_timed:
-            return self.weighed(arrives, average)
-        starts = self.between(node, after).messages()
-        return nanoseconds(starts, arrives, self.crossing(node, after), self.itemsize)
-
-    def crossing(self, node: LayoutNode, after: LayoutNode) -> int:
-        """Return the inter-host volume of an exchange."""
-        if (node, after) not in self.crossings:
-            self.crossings[node, after] = self.between(node, after).crossing()
-        return self.crossings[node, after]
-
-    def least_into(self, node: LayoutNode, after: LayoutNode) -> int:
-        """Return a quick lower bound of an exchange's inter-host volume: the average into a host.
-
-        Each element on a host serves at most one of the different destination parts there.
-        """
-        if self.digits is None:
-            return 0
-        (hosts, _, alike), (_, ranks, _) = self.on_hosts(after.splits), self.on_hosts(node.splits)
-        need, near = math.prod(self.shape) // hosts, self.part(node) * ranks
-        served = self.digits.ranks(node.partial) * (near if near < need else need)
-        return alike * (self.count(node.partial) * need - served)
-
-    def on_hosts(self, splits: Splits) -> tuple[int, int, int]:
-        """Return the numbers of hosts and of ranks per host with different parts, and of copies."""
-        counts = self.spread.get(splits)
-        if counts is None:
-            digits, axes = cast(Digits, self.digits), sum(splits, ())
-            counts = digits.hosts(axes), digits.ranks(axes), digits.ranks_but(axes)
-            self.spread[splits] = counts
-        return counts
-
-    def between(self, node: LayoutNode, after: LayoutNode) -> Aligned | ByRank:
-        """Return the cost model of the exchange between two nodes."""
-        if self.digits is None:
-            return ByRank(Exchange(self.side(node), self.side(after)))
-        terms, goal_terms = ((*self.staying, *x.partial) for x in (node, after))
-        kept_axes = [a for a in terms if a in goal_terms]
-        return Aligned(
-            self.digits, self.of_dims, node.splits, after.splits, terms, goal_terms, kept_axes
-        )
-
-    @cached_property
-    def digits(self) -> Digits | None:
-        """Host and rank digits of the mesh; None if hosts are unknown or do not follow its axes."""
-        has_reaches = self.source.reaches or self.goal.reaches
-        return digits(self.source.mesh) if self.is_timed and not has_reaches else None
+            return self.weighed(UNIT * worst, average)
+        if (node, after) not in self.times:
+            between = Exchange(self.side(node), self.side(after))
+            starts, crosses = messages(between), crossing(between)
+            time = nanoseconds(starts, UNIT * worst, crosses, self.itemsize)
+            self.times[node, after] = time
+        return self.times[node, after]
 
     @cached_property
     def of_dims(self) -> tuple[DimRows, ...]:
-        near = self.digits.near if self.digits is not None else self.sizes
-        return dims_of(self.source, self.source, self.shape, near)
-
-    @cached_property
-    def staying(self) -> tuple[int, ...]:
-        """The axes whose Partial stays."""
-        pairs = enumerate(self.source.placements)
-        return tuple(i for i, p in pairs if isinstance(p, Partial) and i not in self.ops)
+        return dims_of(self.source, self.source, self.shape)
 
     def side(self, node: LayoutNode) -> Side:
         """Return a node as an endpoint of an exchange, before any axis becomes Partial."""
@@ -344,65 +284,14 @@ class MoveCosts:
     def _least(self, node: LayoutNode) -> int:
         if not self.is_timed:
             return self.least_arriving(node)
-        posts = self.least_posts(node)
         if self.goal_ops:
-            return nanoseconds(posts, 0, 0, self.itemsize)
+            return 0
         arrives = UNIT * self.part(self.end)
         if node.partial:
             arrives = max(arrives, self.shared(node))
         else:
             arrives = max(arrives - UNIT * self.part(node), 0)
-        return nanoseconds(posts, arrives, self.least_crossing(node), self.itemsize)
-
-    def least_posts(self, node: LayoutNode) -> int:
-        """Return a lower bound of the remaining communications.
-
-        Each reduce op needs one, and one more follows if ranks then lack elements; at the source,
-        one communication may do both.
-        """
-        if self.has_idle_axes:
-            return 0
-        posts = len({self.ops[a] for a in node.partial})
-        if self.goal_ops or (posts and node == self.start):
-            return posts
-        return posts + self.is_surely_lacking(node)
-
-    def is_surely_lacking(self, node: LayoutNode) -> bool:
-        """Return whether a quick test shows that some rank lacks rows.
-
-        The first rank lacks rows if parts grow. Another rank does if the axes that split a dim now
-        are not the outermost axes that split it at the end.
-        """
-        if self.part(self.end) > self.part(node):
-            return True
-        for dim, (axes, goal) in enumerate(zip(node.splits, self.end.splits, strict=True)):
-            if axes != goal[: len(axes)] and self.is_second_lacking(dim, axes):
-                return True
-        return False
-
-    def is_second_lacking(self, dim: int, axes: tuple[int, ...]) -> bool:
-        """True if a rank lacks rows of a dim whose axes are not the outermost ones at the end.
-
-        This rank is the second along the first axis that differs, and the first along all others.
-        Its part begins behind the first rows, some of which it needs.
-        """
-        goal = self.end.splits[dim]
-        same = next(i for i, a in enumerate(axes) if goal[i : i + 1] != (a,))
-        begins, first = self.second(dim, axes[: same + 1]), 0
-        if self.source.blocked or begins is None:
-            return False
-        for d, needed in enumerate(self.end.splits):
-            if axes[same] in needed:
-                needs = self.second(d, needed[: needed.index(axes[same]) + 1])
-                if needs is None:
-                    return False
-                first = needs if d == dim else first
-        return first < begins
-
-    def second(self, dim: int, axes: tuple[int, ...]) -> int | None:
-        """Return the start of the second part along the last of some axes; None if it is empty."""
-        begins = self.rows(dim, axes)
-        return begins if begins < self.rows(dim, axes[:-1]) else None
+        return nanoseconds(0, arrives, 0, self.itemsize)
 
     @cached_property
     def has_idle_axes(self) -> bool:
@@ -426,38 +315,6 @@ class MoveCosts:
         """Return the number of ranks that hold the same part."""
         fixed = self.count(sum(node.splits, node.partial)) * self.staying_terms
         return math.prod(self.sizes) // fixed
-
-    def least_crossing(self, node: LayoutNode) -> int:
-        """Return a lower bound of the elements into a host: the average for terms, else host 0.
-
-        The first host with the sum of terms on n hosts received n - 1 of them; each further host
-        that needs the sum receives one more.
-        """
-        mesh = self.source.mesh
-        if not node.partial:
-            if self.digits is not None:
-                _, parts, _ = self.on_hosts(node.splits)
-            else:
-                parts = parts_on_host(mesh, tuple(mesh.axes[a] for a in sum(node.splits, ())))
-            return max(0, self.needed_on_hosts[0] - self.part(node) * parts * self.staying_terms)
-        if node.partial not in self.crossed:
-            hosts = hosts_of_terms(mesh, tuple(mesh.axes[a] for a in node.partial))
-            total = (
-                self.needed_on_hosts[1] + (hosts - 2) * math.prod(self.shape) * self.staying_terms
-            )
-            self.crossed[node.partial] = total // self.hosts if hosts > 1 else 0
-        return self.crossed[node.partial]
-
-    @cached_property
-    def needed_on_hosts(self) -> tuple[int, int]:
-        """The elements that the first host needs, and the sum over all hosts."""
-        return first_and_all(Side(self.layout(self.end), self.shape))
-
-    @cached_property
-    def hosts(self) -> int:
-        if self.digits is not None:
-            return math.prod(self.digits.far)
-        return len({*(self.source.mesh.hosts or ())})
 
     def least_arriving(self, node: LayoutNode) -> int:
         """Return a lower bound of the remaining receive volume, as a cost."""

@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 from mdfuse.extents.extent import is_symbolic
 from mdfuse.layouts.layout import Layout
-from mdfuse.layouts.mixed_radix import Splits
 from mdfuse.mesh import DeviceMesh
 
+#: The axes that split each dim, outermost first.
+Splits = tuple[tuple[int, ...], ...]
 #: (axis, backend) of the axes whose communications have a backend of their own
 Carriers = tuple[tuple[str, str], ...]
 
@@ -28,7 +29,7 @@ def spanned(axes: Collection[str], carriers: Carriers) -> int:
 class LayoutNode(NamedTuple):
     """A layout on the mesh: axes are numbers, outermost first where several split one dim."""
 
-    splits: tuple[tuple[int, ...], ...]
+    splits: Splits
     #: axes whose Partial is still to be reduced
     partial: tuple[int, ...]
     #: axes that have become the destination's Partial
@@ -56,16 +57,14 @@ class Tables(NamedTuple):
     teams: dict[tuple[bool, tuple[int, ...]], int]
     #: (splits before, splits afterwards, copies) -> receive volume of an exchange
     lacks: dict[tuple[Splits, Splits, int], tuple[int, int]]
-    #: splits -> numbers of hosts and of ranks per host with different parts, and of copies
-    spread: dict[Splits, tuple[int, int, int]]
 
 
 def tables_of(layout: Layout, shape: tuple[int, ...]) -> Tables:
     """Return the tables of a mesh and extents; those of dims in blocks, or of symbols, are new."""
     is_plain = not layout.blocked and not is_symbolic(shape)
-    return _tables(layout.mesh, shape) if is_plain else Tables({}, {}, {}, {}, {})
+    return _tables(layout.mesh, shape) if is_plain else Tables({}, {}, {}, {})
 
 
 @lru_cache(maxsize=64)
 def _tables(mesh: DeviceMesh, shape: tuple[int, ...]) -> Tables:
-    return Tables({}, {}, {}, {}, {})
+    return Tables({}, {}, {}, {})

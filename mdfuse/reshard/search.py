@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from mdfuse.layouts.hosts import rings
 from mdfuse.layouts.layout import IDEMPOTENT, Partial, Replicate, Shard, commute
-from mdfuse.layouts.recv_volume import UNIT
+from mdfuse.layouts.recv_volume import UNIT, dearer
 from mdfuse.reshard.clock import nanoseconds
 from mdfuse.reshard.edge_costs import MoveCosts
 from mdfuse.reshard.nodes import LayoutNode, Move, spanned
@@ -51,8 +51,8 @@ class _Reached(NamedTuple):
         spent: the cost so far.
         node: the node.
         way: the path.
-        level: 0: a late move is priced by a quick bound; 1: by its inter-host volume; 2: all moves
-            are priced, with the exact heuristic if there is one.
+        is_priced: whether a late move is priced, with the exact heuristic if there is one; before
+            that a quick bound stands for its price.
     """
 
     spans: int
@@ -62,7 +62,7 @@ class _Reached(NamedTuple):
     spent: int
     node: LayoutNode
     way: _Way
-    level: int
+    is_priced: bool = False
 
 
 class Search(MoveCosts):
@@ -329,8 +329,8 @@ class Search(MoveCosts):
 
         The number of axes of several backends that its exchanges span counts before the cost.
         """
-        tick, end, late_is = count(), self.end, 0 if self.is_timed else 1
-        start = _Reached(0, self.least(self.start), 0, next(tick), 0, self.start, _Way(), 1)
+        tick, end = count(), self.end
+        start = _Reached(0, self.least(self.start), 0, next(tick), 0, self.start, _Way())
         frontier = [start]
         done: set[LayoutNode] = set()
         best: dict[
@@ -338,22 +338,20 @@ class Search(MoveCosts):
         ] = {}  # least cost to a node, except by late moves
         limit: tuple[float, int] = _FAR[:2]  # cost of the best path known
         while frontier:
-            spans, total, effort, _, spent, node, way, level = heapq.heappop(frontier)
+            spans, total, effort, _, spent, node, way, is_priced = heapq.heappop(frontier)
             if node in done:
                 continue
-            if level < 2:
-                update = self.closer(total, spent, node, way, level)
-                if update is not None:
-                    total, spent, level = update
-                    limit = min(limit, (spans, total)) if node == end and level == 2 else limit
-                    later = _Reached(spans, total, effort, next(tick), spent, node, way, level)
-                    heapq.heappush(frontier, later)
-                    continue
+            if not is_priced and (priced := self.priced(spent, node, way)) is not None:
+                total, spent = priced
+                limit = min(limit, (spans, total)) if node == end else limit
+                later = _Reached(spans, total, effort, next(tick), spent, node, way, True)
+                heapq.heappush(frontier, later)
+                continue
             if node == end:
                 return way.moves()
             done.add(node)
-            dearer = [(move, -1) for move in self.exchanges(node)]
-            for move, cost in (*self.collectives(node), *dearer):
+            exchanges = [(move, -1) for move in self.exchanges(node)]
+            for move, cost in (*self.collectives(node), *exchanges):
                 after = move.after
                 if after in done:
                     continue
@@ -362,35 +360,30 @@ class Search(MoveCosts):
                     continue
                 weight = effort + _effort(move, way.has_posts)
                 if self.is_late(move):
-                    total, so_far, level = ahead + self.quickly(node, move), spent, late_is
+                    total, so_far = ahead + self.quickly(node, move), spent
                     if (spans, total) > limit:
                         continue
                 else:
                     cost = self.cost(move, node) if cost < 0 else cost
-                    total, so_far, level = ahead + cost, spent + cost, 1
+                    total, so_far = ahead + cost, spent + cost
                     if (spans, total) > limit or best.get(after, _FAR) <= (spans, so_far, weight):
                         continue
                     best[after] = spans, so_far, weight
                     if after == end:
                         limit = spans, total
                 on = _Way(way, (node, move), way.has_posts or move.kind not in _LOCAL, spans)
-                reached = _Reached(spans, total, weight, next(tick), so_far, after, on, level)
+                reached = _Reached(spans, total, weight, next(tick), so_far, after, on)
                 heapq.heappush(frontier, reached)
         raise AssertionError(f"no way from {self.source} to {self.goal}")
 
-    def closer(
-        self, total: int, spent: int, node: LayoutNode, way: _Way, level: int
-    ) -> tuple[int, int, int] | None:
-        """Return (total, cost so far, level) of a frontier entry at a higher level, or None."""
+    def priced(self, spent: int, node: LayoutNode, way: _Way) -> tuple[int, int] | None:
+        """Return (total, cost so far) of a frontier entry once its late move is priced, or None."""
         if way.last is not None and self.is_late(way.last[1]):
             before, move = way.last
-            if level == 0:
-                least = spent + self.least(node) + self.least_of(before, move)
-                return max(total, least), spent, 1
             spent += self.cost(move, before)
         elif node.partial or self.goal_ops or self.is_timed:
             return None
-        return spent + (self.least(node) if self.is_timed else self.to_go(node)), spent, 2
+        return spent + (self.least(node) if self.is_timed else self.to_go(node)), spent
 
     def is_late(self, move: Move) -> bool:
         """Return whether the cost of a move is computed lazily, because that takes long."""
@@ -404,19 +397,11 @@ class Search(MoveCosts):
         else:
             arrives = max(self.part(after) - self.part(node), 0)
         if not self.is_timed:
-            return self.dearer(self.weighed(UNIT * arrives, self.shared(node)))
+            return dearer(self.weighed(UNIT * arrives, self.shared(node)))
         starts = max(self.least_messages(node, after), 1)
-        crosses = self.least_into(node, after)
-        least = nanoseconds(starts, UNIT * arrives, crosses, self.itemsize)
+        least = nanoseconds(starts, UNIT * arrives, 0, self.itemsize)
         # the total is at least the heuristic of this node
         return least if is_reducing else max(least, self.least(node) - self.least(after))
-
-    def least_of(self, node: LayoutNode, move: Move) -> int:
-        """Return a lower bound of a late move's cost from its inter-host volume."""
-        arrives, crosses = 0, self.crossing(node, move.after)
-        if move.kind == "ReduceExchange":
-            arrives = UNIT * self.part(move.after) * (self.count(tuple(self.ops)) - 1)
-        return nanoseconds(1, arrives, crosses, self.itemsize)
 
 
 def _at(node: LayoutNode, a: int) -> tuple[int, tuple[int, ...]] | bool:

@@ -24,7 +24,6 @@ from mdfuse.layouts.recv_volume import UNIT, has_few_rows, is_lacking
 from mdfuse.reshard.across import across
 from mdfuse.reshard.block_steps import moved, through_blocks
 from mdfuse.reshard.clock import is_timed
-from mdfuse.reshard.coarse import cheapest
 from mdfuse.reshard.nodes import Carriers, LayoutNode, Move, spanned
 from mdfuse.reshard.search import Search
 from mdfuse.reshard.step_cost import Local, Step, elements, step_time
@@ -309,7 +308,7 @@ def _same_mesh(
         return (_without_idle_posts(step, shape),)
     search = _search(source, destination, shape, itemsize, carriers)
     direct = search.direct
-    path = [direct] if direct is not None else cheapest(search)
+    path = [direct] if direct is not None else search.path()
     return tuple([_step(search, node, move) for node, move in path])
 
 
@@ -334,7 +333,7 @@ def _search(
 
 
 #: what of a search is about nodes and where they go to, and not about where it starts
-_SHARED = ("known_dims", "known_moves", "left", "leasts", "crossings")
+_SHARED = ("known_dims", "known_moves", "left", "leasts", "times")
 
 
 @lru_cache(maxsize=64)
