@@ -155,7 +155,8 @@ def _traced(
         return None
     leaves, places = pytree.tree_leaves(result), list[int]()
     for x in leaves:
-        slot = get_proxy_slot(x, tracer, None) if type(x) is FakeTensor else None
+        is_fixed = type(x) is FakeTensor and not x._has_symbolic_sizes_strides
+        slot = get_proxy_slot(x, tracer, None) if is_fixed else None
         if slot is None or slot.constant is not None or slot.proxy.node not in nodes:
             return None
         places.append(nodes.index(slot.proxy.node))

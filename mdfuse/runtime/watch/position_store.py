@@ -295,10 +295,10 @@ class Bulletin:
         if unknown and not self._check(unknown):
             unknown = [rank for rank in unknown if self._check([rank])]
         self._are_told.update(unknown)
-        told = [rank for rank in ranks if rank in self._are_told]
-        keys = [f"at/{rank}" for rank in told]
+        known = [rank for rank in ranks if rank in self._are_told]
+        keys = [f"at/{rank}" for rank in known]
         texts = (self._ask(lambda: self.store.multi_get(keys)) if keys else None) or []
-        return {rank: Position.decode(x.decode()) for rank, x in zip(told, texts, strict=False)}
+        return {rank: Position.decode(x.decode()) for rank, x in zip(known, texts, strict=False)}
 
     def _check(self, ranks: Iterable[int]) -> bool:
         return bool(self._ask(lambda: self.store.check([f"at/{rank}" for rank in ranks])))
