@@ -23,7 +23,8 @@ import torch
 from mdfuse.errors import reason
 from mdfuse.files import check_private, private_folder
 from mdfuse.plan import inductor
-from mdfuse.plan.inductor import Function
+from mdfuse.plan.compiled_functions import Function, WithConstants, parts_of
+from mdfuse.plan.lifted_constants import decoded, encoded
 from mdfuse.plan.tensor_meta import Form
 
 _LOG = logging.getLogger("mdfuse.compile")
@@ -51,7 +52,9 @@ class Artefacts:
         try:
             about = self._described(name)
             forms = [_form(*x) for x in about["results"]]
-            return inductor.load(self._code(name)), forms
+            function = inductor.load(self._code(name))
+            constants = tuple(decoded(about["constants"]))
+            return WithConstants(function, constants) if constants else function, forms
         except FileNotFoundError:
             return None
         except Exception as error:  # any error of reading half a file, or of the compiler
@@ -82,9 +85,10 @@ class Artefacts:
         part = self.folder / f".{name}.{os.getpid()}"
         try:
             self._guard(private_folder)
-            inductor.save(function, part)
+            code, constants = parts_of(function)
+            inductor.save(code, part)
             forms = [[x[0], x[1], str(x[2])[len("torch.") :], str(x[3])] for x in results]
-            about = {"sha256": _checksum(part), "results": forms}
+            about = {"sha256": _checksum(part), "results": forms, "constants": encoded(constants)}
             part.replace(self._code(name))
             part.write_text(json.dumps(about))
             part.replace(self._about(name))

@@ -16,7 +16,7 @@ from dataclasses import replace
 from itertools import chain, islice
 from typing import Any
 
-from mdfuse.plan import inductor
+from mdfuse.plan.compiled_functions import emptying
 from mdfuse.plan.context import Context, PlanStep
 from mdfuse.plan.lines import Line, SlotRef, drop
 
@@ -43,7 +43,7 @@ def listed(*operands: Any) -> list[Any]:
 def _freeing(lines: Sequence[Line], later: Sequence[Line], context: Context) -> Iterator[Line]:
     """Yield the lines of a launch, which others follow."""
     for n, line in enumerate(lines):
-        taking = inductor.emptying(line.run) if callable(line.run) else None
+        taking = emptying(line.run) if callable(line.run) else None
         gone = _dropped([*lines[n + 1 :], *later]).intersection(line.refs) if taking else set()
         if not gone:
             yield line

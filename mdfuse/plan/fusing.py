@@ -21,9 +21,9 @@ from mdfuse.errors import ProgramError
 from mdfuse.hir.instructions import is_library
 from mdfuse.hir.program import Instruction
 from mdfuse.plan import compilation
-from mdfuse.plan.as_told import AsTold
 from mdfuse.plan.boxed_args import freeing
 from mdfuse.plan.compilation import Made, Tally, complete
+from mdfuse.plan.compiled_functions import AsTold
 from mdfuse.plan.context import Context, PlanStep, label
 from mdfuse.plan.dynamic_shapes import Lengths
 from mdfuse.plan.inductor import Function

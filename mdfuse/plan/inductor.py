@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import platform
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from math import inf
@@ -21,12 +20,12 @@ import torch
 from torch._ops import OpOverload as OpOverload
 
 from mdfuse.files import check_private
-from mdfuse.plan.as_told import AsTold as AsTold
+from mdfuse.plan.compiled_functions import Function as Function
+from mdfuse.plan.compiled_functions import WithConstants
 from mdfuse.plan.kernel_times import milliseconds
+from mdfuse.plan.lifted_constants import lifted, without_elements
 from mdfuse.plan.tensor_meta import Form, form_of
 from mdfuse.torch_private import cache_folder
-
-Function = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,16 +216,19 @@ def compiled(traced: TracedGraph) -> Function:
     from torch._guards import TracingContext, tracing
     from torch._inductor import config, standalone_compile
 
-    arguments = list(traced.arguments)
     settings = settings_for(traced) if traced.settings is None else dict(traced.settings)
+    graph, constants = lifted(traced.graph, traced.arguments)
+    arguments = [*traced.arguments, *(without_elements(x, traced.arguments) for x in constants)]
     with compile_lock, config.patch(settings), _timed_alone(arguments):
         if not traced.sizes:
-            return standalone_compile(traced.graph, arguments)
-        mode = arguments[0].fake_mode
-        with tracing(TracingContext(mode)):
-            return standalone_compile(
-                traced.graph, arguments, dynamic_shapes="from_tracing_context"
-            )
+            function = standalone_compile(graph, arguments)
+        else:
+            mode = arguments[0].fake_mode
+            with tracing(TracingContext(mode)):
+                function = standalone_compile(
+                    graph, arguments, dynamic_shapes="from_tracing_context"
+                )
+    return WithConstants(function, tuple(constants)) if constants else function
 
 
 def settings_for(traced: TracedGraph) -> dict[str, Any]:
@@ -304,24 +306,6 @@ def _alone_on(device: str, where: Path | None) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-def emptying(function: Function) -> Function | None:
-    """Return a compiled function that takes its operands in a list, which it empties.
-
-    So it frees each of them behind its last use. Torch itself calls it so, in the wrapper that
-    takes operands one by one. None: it is no compiled function, or torch wraps it in another way.
-    """
-    if isinstance(function, AsTold):
-        within = emptying(function.function)
-        return None if within is None else replace(function, function=within)
-    inner = getattr(function, "_compiled_fn", None)
-    while inspect.isfunction(inner) and inner.__code__.co_flags & inspect.CO_VARARGS:
-        around = inspect.getclosurevars(inner).nonlocals
-        if any(isinstance(x, list) and x for x in around.values()):
-            return None  # it adds constants to the operands
-        inner = getattr(inner, "__wrapped__", around.get("compiled_fn"))
-    return inner if getattr(inner, "_boxed_call", False) else None
 
 
 # -- compilers in other processes ------------------------------------------------------------------

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mdfuse import torch_private
 from mdfuse.ir import routes
 from mdfuse.plan import inductor
+from mdfuse.plan.compiled_functions import AsTold, emptying
 
 #: Runs a program of one launch; prints what it counted, and the calls that made libraries.
 PROGRAM = """
@@ -148,23 +149,23 @@ def test_what_a_function_frees_while_it_runs(tmp_path: Path) -> None:
     made = inductor.compiled(found)
     inductor.save(made, tmp_path / "made")
     for function in (made, inductor.load(tmp_path / "made")):
-        emptying = inductor.emptying(function)
-        assert emptying is not None
+        taking = emptying(function)
+        assert taking is not None
         a, b = torch.randn(2, 8, 8).unbind()
         given, seen, want = [a.clone(), b], [], [(a * 2).sin() @ b, a + 1]
         seen.append(weakref.ref(given[0]))
-        got = emptying(given)
+        got = taking(given)
         assert given == [] and seen[0]() is None
         for x, y in zip(got, want, strict=True):
             torch.testing.assert_close(x, y)
-    assert inductor.emptying(torch.add) is None
+    assert emptying(torch.add) is None
 
 
 def test_results_have_the_strides_that_they_were_told() -> None:
     x = torch.randn(2, 5)
     rows = [x[:, :3], x.t()[:1], x[:0, :3], x]
     told = (3, 1), (7, 5), (3, 1), (1, 2)
-    found = inductor.AsTold(lambda: rows, told, (torch.float32,) * 4)()
+    found = AsTold(lambda: rows, told, (torch.float32,) * 4)()
     for n, (got, want) in enumerate(zip(found, rows, strict=True)):
         torch.testing.assert_close(got, want)
         assert (got is want) is (n in (1, 2))  # one row or none, so that nothing lies elsewhere
@@ -175,7 +176,7 @@ def test_results_have_the_dtypes_that_they_were_told() -> None:
     """Whether any number of uint8 is not 0 Inductor says in bool."""
     x, told = torch.tensor([[0, 3], [0, 0]], dtype=torch.uint8), (torch.uint8, torch.int64)
     results = [x.bool().any(0), torch.ones(3, dtype=torch.int64)]
-    found = inductor.AsTold(lambda: results, ((1,), (1,)), told)()
+    found = AsTold(lambda: results, ((1,), (1,)), told)()
     assert [y.dtype for y in found] == [*told] and torch.equal(found[0], x.any(0))
     assert found[1] is results[1]
 
@@ -183,15 +184,15 @@ def test_results_have_the_dtypes_that_they_were_told() -> None:
 def test_what_frees_its_operands_lays_out_its_results_too() -> None:
     form = (4, 4), (4, 1), torch.float32, torch.device("cpu")
     made = inductor.compiled(inductor.traced(lambda a, b: [a.sin() @ b, a + 1], [form, form]))
-    emptying = inductor.emptying(inductor.AsTold(made, ((1, 4), (4, 1)), (torch.float32,) * 2))
-    assert emptying is not None
+    taking = emptying(AsTold(made, ((1, 4), (4, 1)), (torch.float32,) * 2))
+    assert taking is not None
     a, b = torch.randn(2, 4, 4).unbind()
     given, want = [a.clone(), b], [a.sin() @ b, a + 1]
-    got = emptying(given)
+    got = taking(given)
     assert given == [] and got[0].stride() == (1, 4)
     for x, y in zip(got, want, strict=True):
         torch.testing.assert_close(x, y)
-    assert inductor.emptying(inductor.AsTold(torch.add, ((1,),), (torch.float32,))) is None
+    assert emptying(AsTold(torch.add, ((1,),), (torch.float32,))) is None
 
 
 def test_what_is_times_zero_may_be_no_number() -> None:
