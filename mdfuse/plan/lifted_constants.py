@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 
 def lifted(graph: GraphModule, arguments: Sequence[Any]) -> tuple[GraphModule, list[Tensor]]:
@@ -23,13 +23,12 @@ def lifted(graph: GraphModule, arguments: Sequence[Any]) -> tuple[GraphModule, l
         graph: stays as it is.
         arguments: tensors without elements.
     """
-    calls = copy.deepcopy(graph.graph)
-    reads = [x for x in calls.find_nodes(op="get_attr") if isinstance(_value(graph, x), Tensor)]
-    if not reads:
+    if not _reads(graph, graph.graph):
         return graph, []
+    calls = copy.deepcopy(graph.graph)
     last = next(reversed(calls.find_nodes(op="placeholder")), None)
     taken = dict[Any, Node]()
-    for x in reads:
+    for x in _reads(graph, calls):
         if x.target not in taken:
             with calls.inserting_after(last) if last else calls.inserting_before():
                 last = taken[x.target] = calls.placeholder(f"constant{len(taken)}")
@@ -45,6 +44,10 @@ def without_elements(constant: Tensor, arguments: Sequence[Any]) -> Tensor:
         return constant
     form: Tensor = arguments[0].fake_mode.from_tensor(constant, static_shapes=True)
     return form
+
+
+def _reads(graph: GraphModule, calls: Graph) -> list[Node]:
+    return [x for x in calls.find_nodes(op="get_attr") if isinstance(_value(graph, x), Tensor)]
 
 
 def _value(graph: GraphModule, node: Node) -> Any:
